@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.runtime import Rank, init, shutdown
+    from hvdtrain.strategies.round_plan import DiLoCo, LocalSGD
     from hvdtrain.trainer import Trainer
     from hvdtrain.worker.heartbeat import long_phase
 
@@ -39,11 +40,13 @@ __all__ = [
     "CheckpointCallback",
     "CheckpointManager",
     "Checkpoints",
+    "DiLoCo",
     "DivergedError",
     "EngineError",
     "HvdtrainError",
     "LaunchError",
     "Layout",
+    "LocalSGD",
     "Mesh",
     "Preempted",
     "Rank",
@@ -64,6 +67,8 @@ _MODULE_OF_NAME = {
     "CheckpointManager": "hvdtrain.checkpoint.manager",
     "Checkpoints": "hvdtrain.checkpoint.save_schedule",
     "Layout": "hvdtrain.parallel.layout",
+    "LocalSGD": "hvdtrain.strategies.round_plan",
+    "DiLoCo": "hvdtrain.strategies.round_plan",
     "Mesh": "hvdtrain.collectives.mesh",
     "Rank": "hvdtrain.runtime",
     "first_rank_first": "hvdtrain.collectives.first_rank",

@@ -3,8 +3,9 @@
 The state is kept twice. First as one process would have it: variables pass through `parallel.gather_scatter` under
 names that are the same in every layout, with accumulated gradients summed and statistics averaged. Any number of ranks
 in any layout can resume from that. Second as each rank has it, because sums would differ in their last bits: seeds,
-statistics that are averaged only at the end of an epoch, accumulated gradients, and metrics within an epoch. Ranks in
-the same number and layout as before resume from that. For others the metrics are merged on resuming.
+statistics that are averaged only at the end of an epoch, accumulated gradients, metrics within an epoch, and what ranks
+that train alone between synchronizations have made of the weights. Ranks in the same number and layout as before resume
+from that. For others the metrics are merged on resuming.
 
 Not saved: the counters of TensorFlow's stateful random operations (tf.random.normal), which cannot be read.
 """
@@ -20,11 +21,17 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
+from hvdtrain.collectives.error_feedback import Memory
 from hvdtrain.collectives.metric_merging import SUM, combine, declared_rule
 from hvdtrain.collectives.metrics import state_variables, without_sums
-from hvdtrain.collectives.statistics import fold_rank_into_seeds, statistics_variables
+from hvdtrain.collectives.statistics import (
+    average_statistics,
+    fold_rank_into_seeds,
+    statistics_variables,
+)
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.optimizers import accumulators, optimizer_slots
+from hvdtrain.keras.optimizer import reducer_of
+from hvdtrain.keras_internals.optimizers import accumulators, is_distributed, optimizer_slots
 from hvdtrain.keras_internals.variables import (
     local_variables,
     row_states,
@@ -36,6 +43,7 @@ from hvdtrain.keras_internals.variables import (
     untrained,
 )
 from hvdtrain.parallel.gather_scatter import Entry, Piece, State, agree, gather, scatter
+from hvdtrain.parallel.state_layout import round_pieces
 from hvdtrain.parallel.whole_file import DividedState, whole_variables
 from hvdtrain.strategies.horovod import HorovodStrategy
 
@@ -77,6 +85,7 @@ class TrainingState:
         self._model = model
         self._strategy = strategy
         self._ranks = strategy.position.everyone
+        self._rounds = strategy.runner.rounds
         self._parts: _Parts | None = None
         self._memory: State = {}
 
@@ -96,6 +105,7 @@ class TrainingState:
         """
         parts = self._parts = self._parts or self._find_parts()
         values = {id(v): shared_memory_value(v) for v in parts.own}
+        optimizer = self._model.optimizer
         return {
             "variables": list(values.values()),
             "untracked": [values[id(v)] for v in parts.untracked],
@@ -106,10 +116,12 @@ class TrainingState:
                 declared_rule(v) or rules.get(id(tf_variable(v)), SUM) for v in parts.metrics
             ],
             "merged_with": list(self._strategy.position.data_set.ranks),
+            "weighted": is_distributed(optimizer) and reducer_of(optimizer).reduction.weighted,
+            "round": None if self._rounds is None else self._rounds.state(),
         }
 
     def variables(self) -> State:
-        """Return the variables on rank 0. A collective; call it after `own`.
+        """Return the variables on rank 0; those of rank 0, if ranks train alone now. A collective; call it after `own`.
 
         The next call reuses the memory of the returned arrays.
         """
@@ -117,7 +129,8 @@ class TrainingState:
         assert parts is not None
         kept = [v.value() for v in parts.statistics]
         if kept:
-            self._strategy.end_epoch(self._model)
+            here, local = self._strategy.position, local_variables(self._model)
+            average_statistics(self._model, local, here.data_set)
         arrays = gather(parts.pieces, self._ranks, parts.entries, self._memory)
         for variable, value in zip(parts.statistics, kept, strict=True):
             variable.assign(value)
@@ -152,6 +165,8 @@ class TrainingState:
         if alike:
             own = everyone[self._ranks.rank()]
             _assign(own_variables(self._model), own["variables"])
+            if self._rounds is not None:
+                self._rounds.give(own["round"])
             return own
         self._give_others(everyone)
         return everyone[0]
@@ -160,7 +175,10 @@ class TrainingState:
         """Restore the ranks' own states on other ranks: merged, as one process would have them."""
         model, index = self._model, self._strategy.part.index
         fold_rank_into_seeds(model, index)
+        if self._rounds is not None:
+            self._rounds.give_others([own["round"] for own in everyone])
         _assign(untracked_variables(model), everyone[0]["untracked"])
+        self._give_errors(everyone)
         variables = state_variables(model.metrics)
         shapes = [tuple(v.shape) for v in variables]
         # In a pipeline the last stage has the metrics.
@@ -171,6 +189,21 @@ class TrainingState:
                 if index:
                     without_sums(model.metrics, {id(tf_variable(v)): r for v, r in rules if r})
                 return
+
+    def _give_errors(self, everyone: Sequence[Own]) -> None:
+        """Give this rank its part of what others have not sent of their gradients: see error_feedback.py."""
+        memories = _memories(self._model)
+        if not memories:
+            return
+        places = {id(tf_variable(v)): n for n, v in enumerate(own_variables(self._model))}
+        weighted = reducer_of(self._model.optimizer).reduction.weighted
+        parts = 1 if everyone[0]["weighted"] else len(everyone)
+        parts *= self._ranks.size() if weighted else 1
+        for memory in memories:
+            errors = [own["variables"][places[id(memory.error)]] for own in everyone]
+            memory.error.assign(sum(errors) / parts)
+            for variable in memory.shared:
+                variable.assign(everyone[0]["variables"][places[id(variable)]])
 
     def _find_parts(self) -> _Parts:
         """Find the variables, all of which exist after the first step. A collective."""
@@ -186,7 +219,10 @@ class TrainingState:
         )
 
     def _pieces(self) -> list[Piece]:
-        return DividedState(self._strategy.position).pieces(self._model)
+        pieces = DividedState(self._strategy.position).pieces(self._model)
+        if self._rounds is None:
+            return pieces
+        return [*pieces, *round_pieces(self._rounds.shared, self._ranks.rank() == 0)]
 
 
 def _merged_metrics(own: Own, everyone: Sequence[Own]) -> list[np.ndarray]:
@@ -208,6 +244,12 @@ def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
         tf_variable(variable).assign(value)
 
 
+def _memories(model: keras.Model) -> list[Memory]:
+    """Return what a lossy compression remembers of the gradients."""
+    optimizer = model.optimizer
+    return list(reducer_of(optimizer).memories.values()) if is_distributed(optimizer) else []
+
+
 def own_variables(model: keras.Model) -> list[Any]:
     """Return the variables that may differ between ranks with the same part of `model`."""
     local = local_variables(model)
@@ -227,6 +269,7 @@ def own_variables(model: keras.Model) -> list[Any]:
             *local,
             *slots,
             *accumulators(model.optimizer),
+            *(v for memory in _memories(model) for v in (memory.error, *memory.shared)),
             *state_variables(model.metrics),
         ]
     )

@@ -24,8 +24,11 @@ from hvdtrain.bench.overhead import DATA, measure_overhead
 from hvdtrain.bench.peers import WAYS, measure_peers
 from hvdtrain.bench.pipeline_bubble import measure_bubble, theory
 from hvdtrain.bench.scaling import Pass, measure
+from hvdtrain.bench.slow_link import WAYS as SYNC_WAYS
+from hvdtrain.bench.slow_link import SlowTraining, measure_slow_link
 from hvdtrain.bench.startup import measure_startup
 from hvdtrain.install.build_environment import version_of
+from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.installed_horovod import choose_controller, find_mpirun, installed_controllers
 from hvdtrain.launch.launch_command import this_site
 from hvdtrain.launch.launchers import horovodrun
@@ -408,6 +411,45 @@ def checkpoints(
     click.echo(_again(context))
 
 
+@bench.command()
+@click.option("-H", "--hosts", required=True, metavar="NAME:SLOTS,...", help="At least two hosts.")
+@click.option(
+    "--way", "ways", type=click.Choice(SYNC_WAYS), multiple=True, help="May be repeated.  [default: all]"
+)  # fmt: skip
+@click.option(
+    "--every", type=click.IntRange(1), default=22, show_default=True, metavar="N",
+    help="Steps in a round; an epoch has 22.",
+)  # fmt: skip
+@click.option(
+    "--goal", type=click.FloatRange(0, 1), default=0.97, show_default=True, help="Accuracy to reach."
+)  # fmt: skip
+@_CONTROLLER
+@click.pass_context
+def slow_link(
+    context: click.Context, hosts: str, ways: tuple[str, ...], every: int, goal: float, controller: str
+) -> None:  # fmt: skip
+    """Bytes and time to the same quality with Trainer(sync=...) and lossy compression, between hosts.
+
+    Trains on scikit-learn's digits until the accuracy is reached, with a cycle time of 20 ms. It does not slow the link
+    down: use a slow one, or limit a fast one with tc.
+    """
+    known = parse_hosts(hosts)
+    if len(known) < 2:
+        raise click.UsageError("-H: pass at least two hosts, such as -H node1:1,node2:1")
+    # The ranks of Horovod talk to each other in every cycle, also where there is nothing to send.
+    launch, chosen = _launcher(controller, hosts=known, cycle_time_ms=20.0)
+    ranks = sum(host.slots for host in known)
+    click.echo(f"{ranks} workers on {len(known)} hosts over {chosen}, every={every}; {_machine()}")
+    click.echo(_line(("", "accuracy", "steps", "bytes/step", "seconds", "fewer bytes", "shorter")))
+    first: SlowTraining | None = None
+    for one in measure_slow_link(ways or SYNC_WAYS, every, goal, launch, ranks):
+        first = first or one
+        cells = [one.way, f"{one.accuracy:.3f}", str(one.steps), f"{one.bytes / one.steps:,.0f}"]
+        less, shorter = first.bytes / one.bytes, first.seconds / one.seconds
+        click.echo(_line((*cells, f"{one.seconds:.1f}", f"{less:.1f} x", f"{shorter:.1f} x")))
+    click.echo(_again(context))
+
+
 def _again(context: click.Context) -> str:
     """Return the line that shows how to repeat the measurement."""
     words = context.command_path.split()
@@ -419,15 +461,20 @@ def _again(context: click.Context) -> str:
     return f"again: {shlex.join(words)}"
 
 
-def _launcher(controller: str) -> tuple[Launch, str]:
-    """Return a function that composes the argv of a script on N ranks, and the controller that it uses."""
+def _launcher(controller: str, **settings: Any) -> tuple[Launch, str]:
+    """Return a function that composes the argv of a script on N ranks, and the controller that it uses.
+
+    Args:
+        settings: Further fields of LaunchPlan.
+    """
     built, site = installed_controllers(), this_site()
     chosen = choose_controller(controller, built, site.mpirun)
 
     def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
         if np == 1:
             return [sys.executable, str(script), *arguments]
-        plan = LaunchPlan(program=Program(script, arguments), np=np, controller=chosen)
+        program = Program(script, arguments)
+        plan = LaunchPlan(program=program, np=np, controller=chosen, **settings)
         prepared = horovodrun.prepare(plan, site)
         return prepared.with_settings(prepared.argv)
 

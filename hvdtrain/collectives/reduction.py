@@ -36,6 +36,7 @@ from hvdtrain.collectives.compression import (
     Compression,
     bf16_sum,
 )
+from hvdtrain.collectives.error_feedback import Lossy, Memory
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.sparse import sum_slices
 from hvdtrain.collectives.step_context import current_step
@@ -78,11 +79,18 @@ class Reduction:
             raise UsageError("op: use Average, Sum or Adasum of hvdtrain.keras")
         if self.gradient_predivide_factor != 1.0 and self.op != Average:
             raise UsageError("gradient_predivide_factor needs op=Average")
-        if not hasattr(self.compression, "compress"):
+        lossy = isinstance(self.compression, Lossy)
+        if not (lossy or hasattr(self.compression, "compress")):
             raise UsageError(
-                f"compression={self.compression!r}: pass hvdtrain.keras.Compression.none, .fp16 or .bf16"
+                f"compression={self.compression!r}: pass hvdtrain.keras.Compression.none, .fp16, .bf16, "
+                ".power_sgd() or .top_k()"
             )
         groups = self.groups
+        if lossy and (groups or self.op == Adasum or self.gradient_predivide_factor != 1.0):
+            raise UsageError(
+                f"compression={self.compression!r} does not work with groups, op=Adasum or gradient_predivide_factor: "
+                "leave them out"
+            )
         if not (
             groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)
         ):
@@ -116,6 +124,9 @@ class GradientReducer:
         reduction: Options of the reduction.
         prefix: Function of the variables that returns the first part of the collectives' names. Default: a new
             InstanceName.
+
+    Attributes:
+        memories: State of a lossy compression, by the id of the tf.Variable.
     """
 
     def __init__(
@@ -124,6 +135,19 @@ class GradientReducer:
         self.reduction = reduction
         self._prefix = prefix or InstanceName(reduction.name or "gradient")
         self._local: dict[int, Any] = {}
+        self.memories: dict[int, Memory] = {}
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make what a lossy compression remembers of `variables`."""
+        compression = self.reduction.compression
+        if not isinstance(compression, Lossy):
+            return
+        for number, variable in enumerate(variables):
+            key = id(tf_variable(variable))
+            if key not in self.memories:
+                memory = compression.memory(variable, number)
+                if memory is not None:
+                    self.memories[key] = memory
 
     @property
     def local_variables(self) -> list[Any]:
@@ -193,6 +217,16 @@ class GradientReducer:
             if isinstance(ready[first], tf.IndexedSlices):
                 result[first] = reduce_sparse(
                     ready[first], names[first], how[first], variables[first]
+                )
+                continue
+            memory = self.memories.get(id(tf_variable(variables[first])))
+            if memory is not None:
+                result[first] = memory.reduce(
+                    ready[first],
+                    names[first],
+                    how[first].process_set,
+                    how[first].op,
+                    how[first].postscale_factor,
                 )
                 continue
             reduced = _reduce_group(
@@ -296,7 +330,7 @@ def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tens
             ranks = reduction.process_set.size()
             factor = reduction.postscale_factor / (ranks if reduction.op == Average else 1)
             return bf16_sum(tensor, name, reduction.process_set, factor)
-        if compression is BF16Compressor:
+        if compression is BF16Compressor or isinstance(compression, Lossy):
             compression = Compression.none
         wire, context = compression.compress(tensor)
         found = reduction.process_set.allreduce(wire, name, **_scaling(reduction))

@@ -60,6 +60,7 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
 from hvdtrain.collectives.communicator import Communicator, ranks_of
 from hvdtrain.collectives.compression import BF16Compressor, Compression
+from hvdtrain.collectives.error_feedback import refuse_lossy
 from hvdtrain.collectives.reduction import scaled
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
@@ -434,12 +435,14 @@ def _call(kind: str, name: str | None, process_set: ProcessSet | None, **reducti
 
 def _reduction(op: Any, average: bool | None, compression: Any) -> Any:
     op = handle_average_backwards_compatibility(op, average)
+    refuse_lossy(compression, "allreduce")
     if compression is BF16Compressor and op not in (Average, Sum):
         raise UsageError("allreduce: compression=bf16 works only with op=Average and op=Sum")
     return op
 
 
 def _scattered(op: Any, compression: Any) -> Any:
+    refuse_lossy(compression, "reducescatter")
     if op not in (Average, Sum):
         raise UsageError("reducescatter: op must be Average or Sum")
     if compression is BF16Compressor:

@@ -21,6 +21,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Sum
+from hvdtrain.collectives.error_feedback import refuse_lossy
 from hvdtrain.collectives.reduction import weighted
 from hvdtrain.collectives.step_context import Step, current_step
 from hvdtrain.keras_internals.corrections import correct
@@ -55,6 +56,7 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
     reducer = getattr(inner, "hvdtrain_reducer", None)
     if reducer is None:
         return original(self, grads)
+    refuse_lossy(reducer.reduction.compression, "loss scaling (mixed_float16, on_nan='skip')")
     step = current_step()
     if step is None:
         return reducer.agreed(original(self, grads), "finite")

@@ -107,6 +107,11 @@ class _Distributed(AppliesByKeras):
         """Keep `var` (a Keras variable or tf.Variable) to this rank: its gradients are not reduced."""
         self.hvdtrain_reducer.register_local(var)
 
+    def build(self, variables: Any) -> None:
+        variables = list(variables)
+        super().build(variables)  # type: ignore[misc]
+        self.hvdtrain_reducer.build(variables)
+
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         pairs = list(grads_and_vars)
         if not pairs or not self._looks_first("apply_gradients"):
@@ -165,7 +170,7 @@ class _Distributed(AppliesByKeras):
         """
         reducer = self.hvdtrain_reducer
         if not self.built:  # type: ignore[attr-defined]
-            self.build(variables)  # type: ignore[attr-defined]
+            self.build(variables)
         summed = self.summed(grads, variables)
         reducer.early = True
         try:
@@ -235,6 +240,8 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     overlay(inner, _Distributed, hvdtrain_reduction=reduction)
     # Not through Keras's __setattr__, which would track (and save) the reducer's attributes.
     object.__setattr__(inner, "hvdtrain_reducer", OptimizerReducer(reduction))
+    if inner.built:
+        inner.hvdtrain_reducer.build(inner._trainable_variables)
     return optimizer
 
 
@@ -269,7 +276,8 @@ def DistributedOptimizer(
         name: Part of the names of the collectives; the same on every rank.
         device_dense: Device for the reduction of dense gradients. Default: Horovod's choice.
         device_sparse: Device for the reduction of sparse gradients.
-        compression: `Compression.none`, `.fp16` or `.bf16`, or your own Horovod Compressor.
+        compression: `Compression.none`, `.fp16`, `.bf16`, `.power_sgd(rank=4)` or `.top_k(fraction=0.01)`, or your own
+            Horovod Compressor.
         sparse_as_dense: Reduce IndexedSlices (from embeddings) as dense tensors.
         gradient_predivide_factor: With op=Average, divide by this factor before the sum, and by size / factor after it.
         op: Average, Sum or Adasum (which needs MPI, and a number of ranks that is a power of two).

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Average, Communicator, ranks_of
 from hvdtrain.collectives.compression import Compression
+from hvdtrain.collectives.error_feedback import refuse_lossy
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.tensor_names import variables_name
 from hvdtrain.errors import UsageError
@@ -108,6 +109,7 @@ def DistributedGradientTape(
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise UsageError(f"Expected a tf.GradientTape, not {type(gradtape).__name__}")
+    refuse_lossy(compression, "DistributedGradientTape")
     if num_groups:
         warnings.warn("num_groups has been renamed to groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

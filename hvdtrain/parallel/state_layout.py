@@ -27,8 +27,11 @@ from hvdtrain.keras_internals.shards import Shard, shard_of
 from hvdtrain.keras_internals.variables import shared_memory_value, tf_variable, variable_name
 from hvdtrain.parallel.gather_scatter import Piece, Place
 
-WEIGHTS, COMMON, SLOTS = range(3)
-"""Kinds of variables, in the order of the state. COMMON are those that an optimizer has once, such as iterations."""
+WEIGHTS, COMMON, SLOTS, ROUNDS = range(4)
+"""Kinds of variables, in the order of the state.
+
+COMMON are those that an optimizer has once, such as iterations; ROUNDS those of ranks that train alone for some steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,14 @@ def pieces_of(
     if optimizer is None:
         return found
     return found + optimizer_pieces(optimizer, variables, sender)
+
+
+def round_pieces(variables: Sequence[tf.Variable], is_sent: bool) -> list[Piece]:
+    """Return what this rank holds of `variables`, which are whole and equal on all ranks."""
+    return [
+        _variable_piece((ROUNDS, number, 0), f"rounds/{number}", variable, None, is_sent)
+        for number, variable in enumerate(variables)
+    ]
 
 
 def optimizer_pieces(

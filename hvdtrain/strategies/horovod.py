@@ -30,6 +30,7 @@ from hvdtrain.keras_internals.variables import (
     local_variables,
     replicated_variables,
     trained_variables,
+    without,
 )
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.rank_steps import RankSteps
@@ -45,7 +46,7 @@ class HorovodStrategy(Strategy):
         mesh: Mesh of ranks. None: each rank has the whole model.
         runner: Makes the Runner that builds and runs the model, given this rank's position.
         state: Makes the State that saves and loads, given this rank's position.
-        wrap: Makes a plain Keras optimizer reduce its gradients, and possibly shard its state.
+        wrap: Makes a plain Keras optimizer reduce its gradients, and possibly shard its state; or neither.
 
     Attributes:
         position: Position of this rank in the mesh, after `start`.
@@ -102,10 +103,10 @@ class HorovodStrategy(Strategy):
             ranks = self.position.data_set
             reduction = Reduction(process_set=ranks, weighted=weighted, position=self.position)
             return self._wrap(optimizer, reduction)
-        if self.saves_together:
+        if self.saves_together or self._wrap is not distribute:
             raise UsageError(
-                "The optimizer is already distributed; Trainer(layout=...) and "
-                "shard_optimizer=True reduce each gradient in their own way: pass a plain "
+                "The optimizer is already distributed; Trainer(layout=...), "
+                "shard_optimizer=True and sync=... reduce gradients in their own way, or not at all: pass a plain "
                 "optimizer"
             )
         reducer = reducer_of(optimizer)
@@ -131,6 +132,7 @@ class HorovodStrategy(Strategy):
             steps.probe(share)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
+        self.runner.end_round()
         broadcast_state(model, self.position, without)
 
     def check_step(self, model: keras.Model, when: str) -> None:
@@ -141,22 +143,26 @@ class HorovodStrategy(Strategy):
         self._compare(replicated_variables(model, local=local_variables(model)), when)
 
     def _compare(self, variables: Sequence[Any], when: str) -> None:
-        for ranks, held in self.position.by_holders(variables):
+        apart = [] if self.runner.rounds is None else self.runner.rounds.apart
+        for ranks, held in self.position.by_holders(without(variables, apart)):
             check_replicas(variables=held, when=when, process_set=ranks)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         return self.runner.logs(model, step_logs, share)
 
     def end_epoch(self, model: keras.Model) -> None:
+        self.runner.end_round()
         average_statistics(model, local_variables(model), self.position.data_set)
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
         return self.runner.gather(outputs)
 
     def save(self, model: keras.Model, path: Path) -> None:
+        self.runner.end_round()
         self.state.save(model, path)
 
     def load(self, model: keras.Model, path: Path) -> None:
+        self.runner.end_round()
         self.build_to_load(model)
         self.state.load(model, path)
 

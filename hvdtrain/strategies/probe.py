@@ -162,8 +162,8 @@ def _verdict(
             whole, moved = _first_marks(model, data)
             moves = bool(moved)
             again, _ = _marks_alone(model, data, None)
-            weighed = _of_parts(model, parts, shares, step)
-            once = _looked_up_once(model, whole, weighed[0])
+            weighted = _of_parts(model, parts, shares, step)
+            once = _looked_up_once(model, whole, weighted[0])
             # An overflow in float16 says nothing about the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
             if not whole or not finite:
@@ -172,7 +172,7 @@ def _verdict(
             if _gap(model, whole, again)[1] > 0:
                 return Verdict(once=once, why_not=DRAWS), moves
             worst, gap = _gap(
-                model, whole, _sum(weighed, [1.0, 1.0] if step.share_in_loss else shares)
+                model, whole, _sum(weighted, [1.0, 1.0] if step.share_in_loss else shares)
             )
             # Zero gradients add up either way.
             as_sum = (gap > 0 or not _norm(whole)) and not _gap(

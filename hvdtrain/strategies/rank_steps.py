@@ -24,6 +24,7 @@ from hvdtrain.keras_internals.variables import (
     computed_in_half,
     seed_variables,
     tf_variable,
+    untracked_variables,
     variable_name,
     without,
 )
@@ -88,14 +89,18 @@ class RankSteps:
         model: Built and compiled model.
         ranks: Ranks that share each global batch.
         workers: Number of these ranks.
+        together: Whether they make each training step together; otherwise each trains alone on its share.
 
     Raises:
         UsageError: A loss needs the whole batch, and there are several workers.
     """
 
-    def __init__(self, model: keras.Model, ranks: Communicator, workers: int) -> None:
+    def __init__(
+        self, model: keras.Model, ranks: Communicator, workers: int, together: bool = True
+    ) -> None:
         self._model = model
         self._ranks = ranks
+        self._together = together
         self._share = tf.Variable(1.0, trainable=False)
         self._share_value = 1.0
         self._probed = False
@@ -125,7 +130,8 @@ class RankSteps:
         self._train_sources: dict[str, Source] = {}
         self._test_sources: dict[str, Source] = {}
         if workers > 1:
-            train = with_decision_warnings(model, train, self._warn)
+            if together:
+                train = with_decision_warnings(model, train, self._warn)
             train = self._growing(self._train_metrics.over(train, self._train_sources))
             test = self._test_metrics.over(test, self._test_sources)
         if (skipped := skipped_steps_of(model)) is not None:
@@ -162,15 +168,16 @@ class RankSteps:
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares` in order; return this rank's running logs, as scalar tensors."""
         if len(shares) == 1:
-            logs = self._run(self._train, shares[0])
-            if self._some_are_idle(shares[0]):
+            logs = self._run(self._train, shares[0], self._together)
+            if self._together and self._some_are_idle(shares[0]):
                 own = [*state_variables(self._metrics), *seed_variables(self._model)]
                 state = without(self._model.non_trainable_variables, own)
                 take_over(state, not shares[0].examples, self._ranks)
         else:
             data = [share.data for share in shares]
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
-            logs = self._run(self._train_several, replace(shares[0], data=stacked))
+            several = replace(shares[0], data=stacked)
+            logs = self._run(self._train_several, several, self._together)
         return self._train_metrics.logs(logs, self._train_sources, self._train_logs)
 
     def probe(self, share: Share) -> None:
@@ -283,13 +290,15 @@ class RankSteps:
     def finish(self) -> None:
         """Do nothing: no step is in flight after `train` returns."""
 
-    def _run(self, step: Callable[[Any], Any], share: Share) -> Logs:
+    def _run(self, step: Callable[[Any], Any], share: Share, together: bool = True) -> Logs:
         if self._step is None:
             return step(share.data)
         value = share.examples / share.global_examples
         if value != self._share_value:
             self._share.assign(value)
             self._share_value = value
+        if not together:
+            return step(share.data) if share.examples else self._run_for_logs(step, share)
         with in_step(self._step):
             return step(share.data) if share.examples else self._run_idle(step, share)
 
@@ -302,6 +311,18 @@ class RankSteps:
         counted = read_state(self._metrics)
         logs = step(share.data)
         write_state(self._metrics, counted)
+        return logs
+
+    def _run_for_logs(self, step: Callable[[Any], Any], share: Share) -> Logs:
+        """Train alone on a filler, of which nothing stays but the count of the optimizer's steps."""
+        model, optimizers = self._model, optimizers_of(self._model)
+        found = [*model.variables, *untracked_variables(model), *state_variables(self._metrics)]
+        found += [v for optimizer in optimizers for v in optimizer.variables]
+        targets = [tf_variable(v) for v in without(found, [o.iterations for o in optimizers])]
+        values = [target.numpy() for target in targets]
+        logs = step(share.data)
+        for target, value in zip(targets, values, strict=True):
+            target.assign(value)
         return logs
 
 

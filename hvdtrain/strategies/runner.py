@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -19,13 +19,21 @@ from hvdtrain.strategies.rank_steps import RankSteps
 from hvdtrain.strategies.step_metrics import merged_logs
 from hvdtrain.strategies.strategy import Logs, ModelSource, Steps
 
+if TYPE_CHECKING:
+    from hvdtrain.strategies.rounds import Rounds
+
 
 class Runner:
     """Runner on a rank that holds the whole model.
 
     Args:
         position: Position of this rank in the mesh.
+
+    Attributes:
+        rounds: Rounds of ranks that train alone for some steps; None: every step is made together.
     """
+
+    rounds: Rounds | None = None
 
     def __init__(self, position: Position) -> None:
         self.position = position
@@ -68,6 +76,9 @@ class Runner:
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         """Return the metrics since their reset, over all ranks; see Strategy.logs."""
         return merged_logs(model, step_logs, share, self.position.data_set)
+
+    def end_round(self) -> None:
+        """Give all ranks the same weights, where they train alone for some steps: see rounds.py. A collective then."""
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
         """Return the outputs for all examples, in order, on every rank."""

@@ -274,6 +274,11 @@ class Loop:
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
         saving = save_within_epochs(plan.callbacks)
+        if saving and self.record.config["sync"] is not None:
+            raise UsageError(
+                "sync: between two rounds no rank has the model, so that ModelCheckpoint and BackupAndRestore can save "
+                "only when an epoch ends: leave save_freq out, or use checkpoints=hvdtrain.Checkpoints(every_steps=...)"
+            )
         self.record.events.begin_steps()
         # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.
         together = 1 if isinstance(plan.train, ShardedSource) else self.steps_per_execution

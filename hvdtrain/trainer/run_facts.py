@@ -23,6 +23,7 @@ CONFIG = (
     "precision",
     "seed",
     "steps_per_execution",
+    "sync",
     "warmup_epochs",
 )
 """Arguments of the Trainer on which the results of the training depend."""

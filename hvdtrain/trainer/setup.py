@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from hvdtrain.data import Source, Spec, validation_split
+from hvdtrain.data import (
+    ShardedSource,
+    Source,
+    Spec,
+    is_batched,
+    make_source,
+    split,
+    validation_split,
+)
 from hvdtrain.data.structures import is_bare
 from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.file_writes import prepare_saving
@@ -321,3 +330,47 @@ def keras_file(filepath: str | Path, what: str) -> Path:
     if path.suffix != ".keras":
         raise UsageError(f"{what}: {filepath}: pass a file name that ends in .keras")
     return path
+
+
+def training_source(
+    data: tuple[Any, Any, Any],
+    strategy: Strategy,
+    model: keras.Model,
+    ranks: int,
+    sharded: bool,
+    *,
+    global_batch_size: int,
+    **reading: Any,
+) -> Source:
+    """Return the source of a Trainer's `data`, which is x, y and sample_weight.
+
+    Args:
+        strategy: by which the model is trained.
+        model: that is trained.
+        ranks: of the job.
+        sharded: `data` is this rank's own.
+        global_batch_size: of all workers.
+        reading: further arguments of `make_source`.
+    """
+    x, y, weight = data
+    part = strategy.part
+    if sharded and part.count != ranks:
+        raise UsageError(
+            "sharded=True needs every rank to hold the whole model and read its own examples, "
+            f"which this layout or strategy does not allow ({strategy.name})"
+        )
+    batched = None
+    if isinstance(x, tf.data.Dataset):
+        inputs = strategy.inputs(model)
+        batched = is_batched(x, [len(i.shape) for i in inputs] or None)
+    begin, end = split(global_batch_size, part.index, part.count)
+    source = make_source(
+        x,
+        y,
+        weight,
+        global_batch_size=end - begin if sharded else global_batch_size,
+        batched=batched,
+        threads=tf.config.threading.get_intra_op_parallelism_threads() or None,
+        **reading,
+    )
+    return ShardedSource(source, reading["steps_per_epoch"]) if sharded else source

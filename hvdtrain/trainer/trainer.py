@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import keras
-import tensorflow as tf
 
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.consistency import require_alike, require_equal
-from hvdtrain.data import KnownSource, ShardedSource, Source, is_batched, make_source, split
+from hvdtrain.data import KnownSource, Source
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras.learning_rate import require_settable
@@ -52,12 +51,14 @@ from hvdtrain.trainer.setup import (
     source_facts,
     split_arrays,
     symbolic_data,
+    training_source,
 )
 from hvdtrain.trainer.strategy_choice import make_strategy
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.parallel.layout import Layout
+    from hvdtrain.strategies.round_plan import DiLoCo, LocalSGD
 
 
 class Trainer:
@@ -95,6 +96,8 @@ class Trainer:
             Strategy. Default: the one given to `hvdtrain run --strategy`, else "horovod".
         layout: An hvdtrain.Layout or hvdtrain.Mesh that divides the model over the ranks.
         shard_optimizer: Whether each rank keeps only its part of the optimizer's state (ZeRO-1).
+        sync: hvdtrain.LocalSGD or hvdtrain.DiLoCo: each rank trains alone for some steps, for slow networks. The result
+            then depends on the number of ranks. Default: every step is made together.
         guard: Whether to compare replicas after the first step and every epoch, and warn once of nan or inf in weights.
         on_nan: What to do about a nan or inf loss or gradient. "warn": only what `guard` does. "stop": raise
             DivergedError about a second later. "skip": let the step change nothing. "rewind": restore the weights and
@@ -135,11 +138,12 @@ class Trainer:
         strategy: str | Strategy | None = None,
         layout: Layout | Mesh | None = None,
         shard_optimizer: bool = False,
+        sync: LocalSGD | DiLoCo | None = None,
         guard: bool = True,
         on_nan: Literal["warn", "stop", "skip", "rewind"] = "warn",
         probe: bool = True,
     ) -> None:
-        self.strategy = make_strategy(strategy, layout, shard_optimizer)
+        self.strategy = make_strategy(strategy, layout, shard_optimizer, sync)
         self.seed = seed = require_integer("seed", seed, 0)
         self.rank = self.strategy.start(seed)
         global_batch_size = require_integer("global_batch_size", global_batch_size)
@@ -190,6 +194,7 @@ class Trainer:
             "strategy": self.strategy.name,
             "layout": repr(layout),
             "shard_optimizer": shard_optimizer,
+            "sync": None if sync is None else repr(sync),
             "warmup_epochs": warmup_epochs,
         }
 
@@ -426,31 +431,19 @@ class Trainer:
         class_weight: Any = None,
         training: bool = False,
     ) -> Source:
-        part = self.strategy.part
-        if sharded and part.count != self.rank.size:
-            raise UsageError(
-                "sharded=True needs every rank to hold the whole model and read its own examples, "
-                f"which this layout or strategy does not allow ({self.strategy.name})"
-            )
-        own_begin, own_end = split(self.global_batch_size, part.index, part.count)
-        batched = None
-        if isinstance(x, tf.data.Dataset):
-            inputs = self.strategy.inputs(self.model)
-            batched = is_batched(x, [len(i.shape) for i in inputs] or None)
-        source = make_source(
-            x,
-            y,
-            weight,
-            global_batch_size=own_end - own_begin if sharded else self.global_batch_size,
+        return training_source(
+            (x, y, weight),
+            self.strategy,
+            self.model,
+            self.rank.size,
+            sharded,
+            global_batch_size=self.global_batch_size,
             shuffle=shuffle,
             seed=self.seed,
             steps_per_epoch=steps,
             class_weight=class_weight,
             training=training,
-            batched=batched,
-            threads=tf.config.threading.get_intra_op_parallelism_threads() or None,
         )
-        return ShardedSource(source, steps) if sharded else source
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
         """Compare what the ranks are about to do, before a collective could wait for a rank that does not come."""

@@ -164,7 +164,7 @@ def test_what_was_gathered_into_memory_stays_as_it_was_until_that_is_taken_again
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "int64", "bool"])
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_a_value_where_it_lies(dtype: str, shape: tuple[int, ...]) -> None:
+def test_a_shared_memory_value(dtype: str, shape: tuple[int, ...]) -> None:
     variable = tf.Variable(tf.cast(tf.ones(shape), dtype))
     found = shared_memory_value(variable)
     assert found.dtype == variable.dtype.as_numpy_dtype and found.shape == shape

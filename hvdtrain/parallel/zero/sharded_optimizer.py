@@ -82,7 +82,7 @@ class _Sharded(_Distributed):
             part = _empty_part(variable)
             self.hvdtrain_parts[id(tf_variable(variable))] = part
             self.hvdtrain_owners[self._var_key(part)] = variable  # type: ignore[attr-defined]
-        super().build(variables)  # type: ignore[misc]
+        super().build(variables)
         for key, variable in self.hvdtrain_owners.items():
             self._trainable_variables_indices[key] = self._get_variable_index(variable)  # type: ignore[attr-defined]
         known = {id(v) for v in self.hvdtrain_reducer.own_state}

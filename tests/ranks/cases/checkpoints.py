@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain
+import hvdtrain.keras as hvd
 from hvdtrain import Checkpoints
 from hvdtrain.checkpoint.folder import Disk, newest
 from hvdtrain.collectives.communicator import ALL_RANKS
@@ -209,6 +210,10 @@ def optimizers(rate: Any) -> dict[str, Any]:
         "accumulation": adam(rate, gradient_accumulation_steps=3),
         "averages": adam(rate, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=None),
         "loss scaling": keras.optimizers.LossScaleOptimizer(adam(rate), dynamic_growth_steps=5),
+        "power": hvd.DistributedOptimizer(
+            adam(rate), compression=hvd.Compression.power_sgd(rank=1)
+        ),
+        "largest": hvd.DistributedOptimizer(adam(rate), compression=hvd.Compression.top_k(0.1)),
         "momentum": keras.optimizers.SGD(rate, momentum=0.9),
     }
 
