@@ -146,7 +146,7 @@ def test_one_rank_goes_on_from_the_errors_of_two(weighted: bool, error: float) -
     def made(value: float) -> tuple[keras.Model, TrainingState]:
         (ranks,) = thread_ranks(1)
         strategy = HorovodStrategy()
-        strategy.stand(position_in(Mesh(), ranks, ranks.subset))
+        strategy.set_position(position_in(Mesh(), ranks, ranks.subset))
         reduction = Reduction(compression=COMPRESSIONS[0], process_set=ranks, weighted=weighted)
         layers = [keras.layers.Input([64]), keras.layers.Dense(64, name="dense")]
         model = keras.Sequential(layers, name="one")

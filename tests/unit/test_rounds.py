@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdtrain.trainer.choice import make_strategy
 
 from hvdtrain import DiLoCo, LocalSGD
 from hvdtrain.collectives.compression import INT8_BLOCK, int8_sum
@@ -21,6 +20,7 @@ from hvdtrain.data.share import find_share
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.rounds import RoundRunner
+from hvdtrain.trainer.strategy_choice import make_strategy
 
 RANKS, RATE, MOMENTUM = 3, 0.1, 0.9
 RNG = np.random.default_rng(3)
@@ -44,7 +44,7 @@ class Rank:
     def __init__(self, ranks: ThreadRanks, sync: Any) -> None:
         self.strategy = HorovodStrategy(runner=lambda here: RoundRunner(sync, here))
         self.strategy._wrap = make_strategy("horovod", sync=sync)._wrap
-        self.strategy.stand(position_in(Mesh(), ranks, ranks.subset))
+        self.strategy.set_position(position_in(Mesh(), ranks, ranks.subset))
         self.model = network()
         optimizer = self.strategy.distribute(keras.optimizers.SGD(RATE, momentum=MOMENTUM))
         self.model.compile(optimizer, "mse", run_eagerly=True)
