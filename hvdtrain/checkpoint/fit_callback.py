@@ -16,6 +16,7 @@ from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.models import is_built, optimizers_of
 from hvdtrain.keras_internals.optimizers import optimizer_slots
+from hvdtrain.messages import logger
 
 
 class CheckpointCallback(keras.callbacks.Callback):
@@ -122,7 +123,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         self.model._initial_epoch = epochs if ended else self._epochs_done
         if ALL_RANKS.rank() == 0:
             where = _where(self._epochs_done, epochs, ended)
-            print(f"folder {str(self._folder)!r}: {where}", flush=True)
+            logger().info("folder %r: %s", str(self._folder), where)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.model._initial_epoch = None  # Otherwise the next fit of this model would begin there.

@@ -17,6 +17,7 @@ from horovod.common.elastic import notification_manager
 
 from hvdtrain.environment import RESUME, START_FOLDER
 from hvdtrain.errors import EngineError, HvdtrainError
+from hvdtrain.messages import logger
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.worker.elastic_place import place_in_job
 
@@ -76,7 +77,7 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
         raise EngineError(
             f"{error} The script was restarted {MOST_STARTS} times without reaching a new checkpoint"
         ) from error
-    print("workers have joined or left: restarting the script", file=sys.stderr)
+    logger().warning("workers have joined or left: restarting the script")
     environ = _given() | place_in_job(os.environ) | {STARTED_AGAIN: f"{steps} {times}"}
     if exists:
         # A restarted script that finds none looks in another folder, for instance on another disk.

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.consistency import on_first
 from hvdtrain.data import Source
+from hvdtrain.messages import logger
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.strategy import Logs
 from hvdtrain.trainer.event_log import EventLog
@@ -71,9 +72,9 @@ class FitRecord:
             )
 
     def announce(self, message: str) -> None:
-        """Print a message about the run_dir, on rank 0."""
+        """Log a message about the run_dir, on rank 0."""
         if self.run_dir is not None and self.rank.is_first:
-            print(f"run_dir {str(self.run_dir.path)!r}: {message}", flush=True)
+            logger().info("run_dir %r: %s", str(self.run_dir.path), message)
 
     def write_epoch(self, epoch: int, logs: Logs, validates: bool, progress: Progress) -> None:
         """Write the line of an epoch, and its event.

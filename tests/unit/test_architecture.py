@@ -18,6 +18,7 @@ LAUNCH = {"launch"}
 GROUND = {
     "environment",
     "errors",
+    "messages",
     "standard_streams",
     "signals",
     "rank_variables",

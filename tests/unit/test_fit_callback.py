@@ -42,12 +42,12 @@ def test_numbers_that_are_too_small(tmp_path: Path, options: Any, message: str) 
 
 
 def test_it_goes_on_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert fit(CheckpointCallback(tmp_path, every_epochs=2), epochs=3) == [0, 1, 2]
     assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["2", "3"], "and the last"
     assert fit(CheckpointCallback(tmp_path), epochs=5) == [0, 1, 2, 3, 4]
-    assert f"folder '{tmp_path}': resuming in epoch 4 of 5" in capsys.readouterr().out
+    assert f"folder '{tmp_path}': resuming in epoch 4 of 5" in caplog.text
     with pytest.raises(
         UsageError, match="an earlier fit in this process already completed all its epochs"
     ):
@@ -55,7 +55,7 @@ def test_it_goes_on_and_says_so(
     monkeypatch.setattr(fit_callback, "this_process", lambda: "another one")
     assert fit(CheckpointCallback(tmp_path), epochs=5) == [0, 1, 2, 3, 4]
     told = "nothing to train: 5 epochs are complete, epochs=5"
-    assert f"folder '{tmp_path}': {told}" in capsys.readouterr().out
+    assert f"folder '{tmp_path}': {told}" in caplog.text
 
 
 def test_one_fit_a_callback_and_one_model_a_folder(tmp_path: Path) -> None:

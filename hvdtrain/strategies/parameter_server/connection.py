@@ -7,7 +7,6 @@ import ctypes
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from tensorflow.python.eager import context
 from hvdtrain.environment import EXIT_FAILURE, TERMINAL
 from hvdtrain.errors import EngineError
 from hvdtrain.keras_internals.remote_variables import kept_variables
+from hvdtrain.messages import logger
 from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
 from hvdtrain.worker.failure_report import Failure
 
@@ -138,10 +138,8 @@ def _own_words(record: logging.LogRecord) -> bool:
         return True
     lost = re.match(r"Worker /job:worker/replica:0/task:(\d+) failed", record.getMessage())
     if lost:
-        print(
-            f"Worker {lost[1]} is lost: another worker takes over its step. The worker may return",
-            file=sys.stderr,
-            flush=True,
+        logger().warning(
+            "Worker %s is lost: another worker takes over its step. The worker may return", lost[1]
         )
     return False
 
