@@ -58,6 +58,8 @@ LAUNCH_ID = "HVDTRAIN_LAUNCH_ID"
 
 TERMINAL = "HVDTRAIN_TERMINAL"
 """File descriptors of rank 0 that are shown on a terminal: 1, 2 or 12; 0 if none. Set by `hvdtrain run`."""
+DRAWN = "v"
+"""Behind them: `hvdtrain run` draws the events that rank 0 writes to its standard output (`hvdtrain.view.channel`)."""
 
 EXIT_SIGNAL_BASE = 128
 """Added to a signal's number: the exit code of a process that the signal ended, as shells report it."""

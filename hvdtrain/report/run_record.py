@@ -63,6 +63,44 @@ class Epoch(Point):
 
 
 @dataclass(frozen=True)
+class Place:
+    """How far a pass over data has come.
+
+    Attributes:
+        title: such as "Epoch 1/5".
+        epoch: of the training, counted from 1; None in evaluation and prediction.
+        step: the last one of the pass, counted from 1.
+        steps: of the pass; None: not known yet.
+        examples_per_second: of all workers, lately.
+        values: of losses and metrics in the pass so far; nan and inf are None.
+    """
+
+    title: str
+    epoch: int | None
+    step: int
+    steps: int | None
+    examples_per_second: float
+    values: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The worker for which the others waited the longest in the last epoch.
+
+    Attributes:
+        rank: its number.
+        seconds: by which it was behind.
+        share: of the epoch.
+        phase: in which it spent them.
+    """
+
+    rank: int
+    seconds: float
+    share: float
+    phase: str
+
+
+@dataclass(frozen=True)
 class Occurrence:
     """A single event, such as a warning.
 
@@ -94,6 +132,11 @@ class RunRecord:
         checkpoints: Number of checkpoints written.
         end: How the run ended; empty if it has not.
         is_live: Whether the run has not ended, and wrote an event in the last LIVE_SECONDS.
+        clock: Time of the last event, in seconds since 1970.
+        place: Place in the training; None before the first step.
+        aside: Place in a validation, or in a pass outside of a training; None while it trains.
+        seconds_left: Time until the end of the last epoch, at the speed so far; None if not known yet.
+        memory: Bytes in use by rank 0, by kind.
     """
 
     name: str
@@ -106,6 +149,31 @@ class RunRecord:
     checkpoints: int
     end: str
     is_live: bool
+    clock: float
+    place: Place | None
+    aside: Place | None
+    seconds_left: float | None
+    memory: Mapping[str, float]
+
+    @property
+    def done(self) -> float | None:
+        """The share of the training that is done; None if nobody knows how many steps there are."""
+        return None if self.place is None else _done(self.place, self.epochs_planned)
+
+    @property
+    def slowest(self) -> Slowest | None:
+        """Found at the end of an epoch; None before, and with one worker."""
+        ranks = next((one.ranks for one in reversed(self.epochs) if one.ranks), None)
+        if not ranks:
+            return None
+        outside = {phase: ranks.get(phase, ()) for phase in ("input", "callbacks", "saving")}
+        sums = [sum(each) for each in zip(*outside.values(), strict=True)]
+        rank = max(range(len(sums)), key=sums.__getitem__)
+        behind = {phase: one[rank] - _typical(one) for phase, one in outside.items()}
+        lost = sums[rank] - _typical(sums)
+        return Slowest(
+            rank, lost, lost / max(*ranks["seconds"], 1e-9), max(behind, key=behind.__getitem__)
+        )
 
     @property
     def points(self) -> Sequence[Point]:
@@ -155,27 +223,16 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
             f"{folder} holds no run: {EVENTS} cannot be read ({error.strerror or error}). Name a folder that a Trainer "
             "got as run_dir"
         ) from error
-    reader = _Reader()
-    for event in _events(lines):
+    reader = RunReader(folder.resolve().name)
+    for event in events_in(lines):
         reader.take(event)
     if not reader.workers:
         raise UsageError(f"{path} holds no event: has the training begun?")
-    now = time.time() if now is None else now
-    return RunRecord(
-        name=folder.resolve().name,
-        config=_config(folder / CONFIG),
-        workers=reader.workers,
-        epochs_planned=reader.epochs_planned,
-        windows=reader.windows,
-        epochs=list(reader.epochs.values()),
-        occurrences=reader.occurrences,
-        checkpoints=reader.checkpoints,
-        end=reader.end,
-        is_live=not reader.end and now - reader.clock < LIVE_SECONDS,
-    )
+    return replace(reader.record(now), config=_config(folder / CONFIG))
 
 
-def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The events in lines of JSON."""
     for line in lines:
         try:
             event = json.loads(line)
@@ -193,15 +250,21 @@ def _config(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class _Reader:
+class RunReader:
     """Collects the events of a run, in order, into the fields of a RunRecord.
+
+    Args:
+        name: of the run.
 
     Attributes:
         epochs: Ends of epochs by number.
-        clock: Time of the last event, in seconds since 1970.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
+        self.name = name
+        self.place: Place | None = None
+        self.aside: Place | None = None
+        self.memory: Mapping[str, float] = {}
         self.windows: list[Window] = []
         self.epochs: dict[int, Epoch] = {}
         self.occurrences: list[Occurrence] = []
@@ -211,6 +274,10 @@ class _Reader:
         self._began = 0.0
         self._before = 0.0  # Seconds of training in earlier processes.
         self._steps_before: dict[int, int] = {}  # Number of an epoch -> steps before it.
+        self._steps_per_epoch: int | None = None
+        # Of this process: when a share of the training was first known to be done, and which share.
+        self._first: tuple[float, float] | None = None
+        self._placed = 0.0  # When it was at its place.
         self._takers = {
             "begin": self._begin,
             "steps": self._steps,
@@ -219,7 +286,33 @@ class _Reader:
             "checkpoint": self._checkpoint,
             "warning": self._warning,
             "end": self._end,
+            "pass": self._pass,
         }
+
+    def record(self, now: float | None = None) -> RunRecord:
+        """What is known by now.
+
+        Args:
+            now: seconds since 1970; None: ask the clock.
+        """
+        now = time.time() if now is None else now
+        return RunRecord(
+            name=self.name,
+            config={},
+            workers=self.workers,
+            epochs_planned=self.epochs_planned,
+            windows=self.windows,
+            epochs=list(self.epochs.values()),
+            occurrences=self.occurrences,
+            checkpoints=self.checkpoints,
+            end=self.end,
+            is_live=not self.end and now - self.clock < LIVE_SECONDS,
+            clock=self.clock,
+            place=self.place,
+            aside=self.aside,
+            seconds_left=self._seconds_left(),
+            memory=self.memory,
+        )
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Process one event; an event with missing fields is ignored."""
@@ -242,6 +335,9 @@ class _Reader:
             self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
         self._began, self.workers, self.epochs_planned = clock, workers, epochs
         self.end = ""
+        self.place = self.aside = self._first = None
+        planned = event.get("steps_per_epoch")
+        self._steps_per_epoch = None if planned is None else int(planned)
         # Steps after the checkpoint are trained again.
         kept = self._before_epoch(epoch) + step - 1
         self.windows = [window for window in self.windows if window.step <= kept]
@@ -249,21 +345,64 @@ class _Reader:
         self._steps_before = {n: steps for n, steps in self._steps_before.items() if n <= epoch}
 
     def _steps(self, event: Mapping[str, Any], clock: float) -> None:
-        seconds, rate = float(event["seconds"]), event.get("learning_rate")
+        rate = event.get("learning_rate")
+        epoch, step = int(event["epoch"]), int(event["step"])
+        speed = float(event["examples"]) / max(float(event["seconds"]), 1e-9)
         self.windows.append(
             Window(
-                step=self._before_epoch(int(event["epoch"])) + int(event["step"]),
+                step=self._before_epoch(epoch) + step,
                 seconds=self._at(clock),
-                examples_per_second=float(event["examples"]) / max(seconds, 1e-9),
+                examples_per_second=speed,
                 learning_rate=None if rate is None else float(rate),
                 values=_numbers(event["values"]),
             )
         )
+        self.memory = _numbers(event.get("memory", {}))
+        self._train(epoch, step, self._steps_per_epoch, speed, event["values"], clock)
+
+    def _pass(self, event: Mapping[str, Any], clock: float) -> None:
+        """Where a pass is, for those who look on; it is in no file."""
+        step, steps, speed = int(event["step"]), event["steps"], float(event["examples_per_second"])
+        steps = None if steps is None else int(steps)
+        if event["epoch"] is not None:
+            steps = steps or self._steps_per_epoch
+            self._train(int(event["epoch"]), step, steps, speed, event["values"], clock)
+        elif event["ended"]:
+            self.aside = None
+        else:
+            if self.end:  # Another pass than those of the training.
+                self.end, self.place = "", None
+            self.aside = Place(
+                str(event["title"]), None, step, steps, speed, _shown(event["values"])
+            )
+
+    def _train(
+        self, epoch: int, step: int, steps: int | None, speed: float, values: Any, clock: float
+    ) -> None:
+        title = f"Epoch {epoch}/{self.epochs_planned}"
+        shown = _shown(values)
+        if not shown and self.place is not None:
+            shown = dict(self.place.values)
+        self.place = Place(title, epoch, step, steps, speed, shown)
+        done = _done(self.place, self.epochs_planned)
+        self._placed = clock
+        # From the first step on, which builds the graphs of the others.
+        if self._first is None and done is not None:
+            self._first = clock, done
+
+    def _seconds_left(self) -> float | None:
+        done = None if self.place is None else _done(self.place, self.epochs_planned)
+        if self._first is None or done is None or done <= self._first[1]:
+            return None
+        return (self._placed - self._first[0]) / (done - self._first[1]) * max(0.0, 1 - done)
 
     def _epoch(self, event: Mapping[str, Any], clock: float) -> None:
         number = int(event["epoch"])
         values, step = _numbers(event["values"]), self._last_step()
         self.epochs[number] = Epoch(step, self._at(clock), values, number)
+        if self.place is not None:
+            self._steps_per_epoch = self._steps_per_epoch or self.place.step
+            self.place = replace(self.place, steps=self.place.step, values=_shown(event["values"]))
 
     def _ranks(self, event: Mapping[str, Any], clock: float) -> None:
         found = self.epochs[int(event["epoch"])]
@@ -298,3 +437,20 @@ class _Reader:
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are numbers; nan and inf were written as null."""
     return {name: float(one) for name, one in values.items() if isinstance(one, int | float)}
+
+
+def _shown(values: Mapping[str, Any]) -> dict[str, float | None]:
+    """All, also those that were nan or inf."""
+    return {name: None if one is None else float(one) for name, one in values.items()}
+
+
+def _done(place: Place, epochs: int) -> float | None:
+    """The share of the training that is done where it is in an epoch."""
+    if place.epoch is None or not place.steps or not epochs:
+        return None
+    return min(1.0, (place.epoch - 1 + place.step / place.steps) / epochs)
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The median; of an even number the lower of the two in the middle."""
+    return sorted(seconds)[(len(seconds) - 1) // 2]

@@ -5,7 +5,7 @@ Each line has "event", "time" (seconds since 1970) and further fields:
 | event | when | fields |
 | --- | --- | --- |
 | begin | a process begins to train | workers, epochs, steps_per_epoch, examples, host, first epoch and step |
-| steps | every second, or less often | epoch, step, seconds, learning_rate, values, steps, examples, slowest |
+| steps | every second, or less often | epoch, step, seconds, learning_rate, values, steps, examples, slowest, memory |
 | epoch | the end of an epoch | epoch, seconds, examples_per_second, learning_rate, values |
 | ranks | the same, with several workers | epoch, seconds of every rank in each phase |
 | checkpoint | a checkpoint was written | steps since the beginning, bytes of variables, seconds |
@@ -13,7 +13,8 @@ Each line has "event", "time" (seconds since 1970) and further fields:
 | end | the training ended | how |
 
 Epochs and steps count from 1. The values in "steps" are rank 0's running means over the epoch, those in "epoch" are
-over all workers. "slowest" is the time of the slowest step in seconds. Numbers that are nan or inf are written as null.
+over all workers. "slowest" is the time of the slowest step in seconds, "memory" the bytes in use by rank 0 (host, gpu).
+Numbers that are nan or inf are written as null.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,20 +52,27 @@ class EventLog:
         self._path = path
         self._keep = keep
         self._is_open = self._warned = False
+        self._show: Callable[[Mapping[str, Any]], None] | None = None
+        self._before: Mapping[str, Any] | None = None  # The logs of the step before.
         self._began = 0.0
         self._steps = self._examples = 0
         self._since = self._last = self._slowest = 0.0
 
-    def begin(self, **facts: Any) -> None:
-        """Start the log, with the event "begin"."""
-        self._is_open, self._began = True, time.monotonic()
+    def begin(self, show: Callable[[Mapping[str, Any]], None] | None, **facts: Any) -> None:
+        """Start the log, with the event "begin"; `show` is called with each event."""
+        self._is_open, self._began, self._show = True, time.monotonic(), show
         self.note("begin", **facts)
 
     def note(self, event: str, **facts: Any) -> None:
         """Write one event with its fields."""
-        if self._path is None or not self._is_open:
+        if not self._is_open:
             return
-        line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(facts)}) + "\n"
+        noted = {"event": event, "time": round(time.time(), 3), **plain(facts)}
+        if self._show is not None:
+            self._show(noted)
+        if self._path is None:
+            return
+        line = json.dumps(noted) + "\n"
         try:
             self._keep()
             with self._path.open("ab+") as file:
@@ -81,22 +89,31 @@ class EventLog:
         """Start timing steps: the time since the last one does not count."""
         self._steps = self._examples = 0
         self._slowest = 0.0
+        self._before = None
         self._since = self._last = time.monotonic()
 
     def count(
-        self, steps: int, examples: int, facts: Callable[[], dict[str, Any]], last: bool = False
+        self,
+        steps: int,
+        examples: int,
+        logs: Mapping[str, Any],
+        facts: Callable[[], dict[str, Any]],
+        last: bool = False,
     ) -> None:
         """Count trained steps, and write a "steps" event when one is due.
 
         Args:
             steps: Number of steps just trained.
             examples: Number of examples in them, over all workers.
-            facts: Function that returns further fields; only called for an event, as it may wait for a device.
+            logs: Logs of the last of them. Those of the step before are written, unless this is the `last`: waiting for
+                this step would leave the device without work.
+            facts: Function that returns further fields; only called for an event.
             last: Whether no other step follows for now; if so, write what has been counted.
         """
         if not self._is_open:
             return
         now = time.monotonic()
+        before, self._before = self._before, logs
         self._steps += steps
         self._examples += examples
         if steps:
@@ -106,7 +123,8 @@ class EventLog:
         due = max(INTERVAL_SECONDS, INTERVAL_SHARE * (now - self._began))
         if self._steps and (last or seconds >= due):
             counted = {"steps": self._steps, "examples": self._examples, "seconds": seconds}
-            self.note("steps", **facts(), **counted, slowest=self._slowest)
+            values = dict(logs if last or before is None else before)
+            self.note("steps", **facts(), values=values, **counted, slowest=self._slowest)
             self.begin_steps()
 
     @contextmanager
@@ -130,7 +148,7 @@ class EventLog:
             self.note("end", how="finished")
         finally:
             warnings.showwarning = show
-            self._is_open = False
+            self._is_open, self._show = False, None
 
 
 def _ends_a_line(file: Any) -> bool:
@@ -138,12 +156,12 @@ def _ends_a_line(file: Any) -> bool:
     return bool(file.read(1) == b"\n")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Convert `value` to JSON's types, with numbers rounded to six digits."""
     if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     if value is None or isinstance(value, (str, bool, int)):
         return value
     number = float(np.mean(value))

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import keras
+import psutil
 import tensorflow as tf
 
 from hvdtrain.collectives.consistency import on_first
@@ -17,7 +18,7 @@ from hvdtrain.messages import logger
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.strategy import Logs
 from hvdtrain.trainer.event_log import EventLog
-from hvdtrain.trainer.progress import Progress
+from hvdtrain.trainer.progress import Progress, Show
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
 
 
@@ -58,10 +59,13 @@ class FitRecord:
         config = self.config | facts | versions | {"optimizer": optimizer}
         self.in_run_dir(lambda run_dir: run_dir.write_config(config))
 
-    def begin_events(self, train: Source, epochs: int, epoch: int, step: int) -> None:
+    def begin_events(
+        self, train: Source, epochs: int, epoch: int, step: int, show: Show | None
+    ) -> None:
         """Start the event log of a fit that begins at index `step` of the epoch of index `epoch`."""
-        if self.run_dir is not None and self.rank.is_first:
+        if self.rank.is_first and (self.run_dir is not None or show is not None):
             self.events.begin(
+                show,
                 workers=self.rank.size,
                 epochs=epochs,
                 steps_per_epoch=train.steps_per_epoch,
@@ -85,19 +89,23 @@ class FitRecord:
             validates: Whether the fit validates, though perhaps not after every epoch.
             progress: Progress of the epoch, for its duration and speed.
         """
-        if self.run_dir is None or not self.rank.is_first:
+        if not self.rank.is_first:
             return
         seconds, rate = progress.seconds, progress.examples_per_second
-        line, columns = epoch_line(epoch, logs, validates, seconds, rate)
-        self.run_dir.metrics.append([line], columns)
+        if self.run_dir is not None:
+            line, columns = epoch_line(epoch, logs, validates, seconds, rate)
+            self.run_dir.metrics.append([line], columns)
         speed = {"seconds": seconds, "examples_per_second": rate}
         facts = {"epoch": epoch + 1, "values": logs, "learning_rate": self._learning_rate()}
         self.events.note("epoch", **facts, **speed)
 
-    def step_facts(self, epoch: int, step: int, logs: Logs) -> dict[str, Any]:
-        """Return the fields of a "steps" event."""
+    def step_facts(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return fields of a "steps" event."""
+        memory = {"host": psutil.Process().memory_info().rss}
+        if tf.config.list_logical_devices("GPU"):
+            memory["gpu"] = tf.config.experimental.get_memory_info("GPU:0")["current"]
         rate = self._learning_rate()
-        return {"epoch": epoch + 1, "step": step, "learning_rate": rate, "values": dict(logs)}
+        return {"epoch": epoch + 1, "step": step, "learning_rate": rate, "memory": memory}
 
     def _learning_rate(self) -> float | None:
         """Return the learning rate of the model's optimizer; None for a model without `optimizer`."""

@@ -35,7 +35,7 @@ from hvdtrain.trainer.callback_ranks import (
 )
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.fit_record import FitRecord
-from hvdtrain.trainer.progress import Progress
+from hvdtrain.trainer.progress import Progress, Show, showing
 from hvdtrain.trainer.resume import FitCheckpoints, Position
 from hvdtrain.trainer.run_facts import facts_of
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
@@ -123,11 +123,14 @@ class Loop:
                     self.record.config, plan.train, plan.validation, self.model, plan.callbacks
                 )
                 position = blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
+            show = blocks.enter_context(showing(plan.verbose, self.rank))
             # Inside, so that the end of the run is logged while it still owns the folder.
             blocks.enter_context(self.record.events.watching())
-            return self._fit(plan, position)
+            return self._fit(plan, position, show)
 
-    def _fit(self, plan: FitPlan, resumed: Position | None) -> keras.callbacks.History:
+    def _fit(
+        self, plan: FitPlan, resumed: Position | None, show: Show | None
+    ) -> keras.callbacks.History:
         """Train from the position `resumed`; None: from the beginning."""
         together = self.strategy.saves_together
         own = on_this_rank(plan.callbacks, self.rank.is_first, together)
@@ -157,7 +160,7 @@ class Loop:
         begin = resumed or Position(first)
         self.record.write_config(plan.train, plan.epochs)
         if not begin.stopped and begin.epoch < plan.epochs:
-            self.record.begin_events(plan.train, plan.epochs, begin.epoch, begin.step)
+            self.record.begin_events(plan.train, plan.epochs, begin.epoch, begin.step, show)
         if resumed is not None:
             self.record.announce(resumed.describe(plan.epochs))
             if not resumed.stopped and resumed.epoch < plan.epochs:
@@ -167,7 +170,7 @@ class Loop:
         logs: Logs = {}
         stragglers = StragglerWatch()
         for epoch in range(begin.epoch, 0 if begin.stopped else plan.epochs):
-            logs = self._epoch(plan, epoch, callbacks, begin)
+            logs = self._epoch(plan, epoch, callbacks, begin, show)
             times = stragglers.look(epoch)
             if times:
                 self.record.events.note("ranks", epoch=epoch + 1, **times)
@@ -204,10 +207,11 @@ class Loop:
             steps=plan.source.steps_per_epoch,
             verbose=plan.verbose,
         )
-        progress = Progress(plan.verbose, "Evaluation", plan.source.steps_per_epoch)
-        logs = self._evaluate(plan.source, callbacks, plan.callbacks, progress)
-        assert logs is not None
-        progress.end(logs)
+        with showing(plan.verbose, self.rank) as show:
+            progress = Progress(plan.verbose, show, "Evaluation", plan.source.steps_per_epoch)
+            logs = self._evaluate(plan.source, callbacks, plan.callbacks, progress)
+            assert logs is not None
+            progress.end(logs)
         return logs
 
     def _epoch(
@@ -216,13 +220,15 @@ class Loop:
         epoch: int,
         callbacks: keras.callbacks.CallbackList,
         begin: Position,
+        show: Show | None,
     ) -> Logs:
         """Train and validate one epoch, the first one from `begin` on; return its logs, those of all workers."""
         is_first = epoch == begin.epoch + (begin.trained is not None)
         if epoch != begin.epoch:
             begin = Position(epoch)
         title = f"Epoch {epoch + 1}/{plan.epochs}"
-        progress = Progress(plan.verbose, title, plan.train.steps_per_epoch, begin.step)
+        steps = plan.train.steps_per_epoch
+        progress = Progress(plan.verbose, show, title, steps, begin.step, epoch + 1)
         self.strategy.reset_metrics(self.model)
         callbacks.on_epoch_begin(epoch)
         if begin.trained is None:
@@ -232,7 +238,7 @@ class Loop:
             logs, done = dict(begin.trained), begin.step
         progress.stop()
         if plan.validates_after(epoch):
-            logs |= self._validate(plan, epoch, done, logs, callbacks)
+            logs |= self._validate(plan, epoch, done, logs, callbacks, show)
         if self.guard:
             self._check(self.strategy.check, f"after epoch {epoch + 1}", epoch_ends=True)
         with self.strategy.as_one_process(self.model):
@@ -296,8 +302,8 @@ class Loop:
                 self.losses.add(epoch, done + len(group) - 1, len(group), step_logs, share)
             examples = sum(s.global_examples for s in group)
             progress.step(len(group), examples, step_logs)
-            facts = partial(self.record.step_facts, epoch, done + len(group), step_logs)
-            self.record.events.count(len(group), examples, facts)
+            facts = partial(self.record.step_facts, epoch, done + len(group))
+            self.record.events.count(len(group), examples, step_logs, facts)
             with (
                 self._shown(step_logs, share, global_batches) as shown,
                 self.strategy.as_one_process(self.model) if saving else nullcontext(),
@@ -316,8 +322,8 @@ class Loop:
         self.steps.finish()
         if self.losses is not None:
             self.losses.look(epoch_ends=True)
-        facts = partial(self.record.step_facts, epoch, done, step_logs)
-        self.record.events.count(0, 0, facts, last=True)
+        facts = partial(self.record.step_facts, epoch, done)
+        self.record.events.count(0, 0, step_logs, facts, last=True)
         logs = self.strategy.logs(self.model, step_logs, share)
         self.strategy.end_epoch(self.model)
         return logs, done
@@ -329,6 +335,7 @@ class Loop:
         done: int,
         trained: Logs,
         callbacks: keras.callbacks.CallbackList,
+        show: Show | None,
     ) -> Logs:
         """Return the logs of the validation after `epoch`. Raises Preempted if the job was told to end meanwhile.
 
@@ -338,7 +345,9 @@ class Loop:
         """
         assert plan.validation is not None
         ends = None if self.saved is None else self.saved.ends_validation()
-        found = self._evaluate(plan.validation, callbacks, plan.callbacks, ends=ends)
+        progress = Progress(0, show, "Validation", plan.validation.steps_per_epoch)
+        found = self._evaluate(plan.validation, callbacks, plan.callbacks, progress, ends)
+        progress.leave()
         if found is None:
             assert self.saved is not None
             with in_phase("saving"):
@@ -351,7 +360,7 @@ class Loop:
         source: Source,
         callbacks: keras.callbacks.CallbackList,
         everyones: Sequence[keras.callbacks.Callback],
-        progress: Progress | None = None,
+        progress: Progress,
         ends: Callable[[int], bool] | None = None,
     ) -> Logs | None:
         """Return the logs over `source`, leaving the metrics with the state merged over all workers.
@@ -370,8 +379,7 @@ class Loop:
         for step, share in enumerate(epoch_shares(source, 0, self.strategy.part)):
             callbacks.on_test_batch_begin(step)
             step_logs = self.steps.test(share)
-            if progress is not None:
-                progress.step(1, share.global_examples, step_logs)
+            progress.step(1, share.global_examples, step_logs)
             with self._shown(step_logs, share, global_batches) as shown:
                 callbacks.on_test_batch_end(step, shown)
             ended = ends is not None and ends(step + 1)

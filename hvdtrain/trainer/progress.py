@@ -1,28 +1,41 @@
-"""Rank 0's display of progress: Keras's progress bar, or a line per epoch and minute, with examples per second."""
+"""What rank 0 shows while it works: a line per pass over the data, and below it the live view or a line per minute.
+
+The view is drawn where the terminal is: by this process if it was started alone, else by `hvdtrain run`, which gets the
+events in rank 0's output.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import keras
 import numpy as np
 
-from hvdtrain.environment import TERMINAL
+from hvdtrain.environment import DRAWN, TERMINAL
 from hvdtrain.errors import UsageError
 from hvdtrain.runtime import Rank
+from hvdtrain.trainer.event_log import plain
+from hvdtrain.view.channel import encoded
+from hvdtrain.view.live_view import is_drawable
+from hvdtrain.view.own_terminal import TerminalView, view_around
 
 LINE_SECONDS = 60.0
-"""Time between two lines within an epoch, without a progress bar."""
+"""Between two lines about one epoch, where there is no view."""
+REFRESH_SECONDS = 0.5
+"""Between two events about one pass, where there is one."""
+
+Show = Callable[[Mapping[str, Any]], None]
 
 
 def resolve_verbose(verbose: str | int, rank: Rank) -> int:
-    """Return what this rank prints: 0 (nothing), 1 (progress bar) or 2 (lines). Only rank 0 prints.
+    """Return what this rank prints: 0 (nothing), 1 (live view) or 2 (lines). Only rank 0 prints.
 
     Args:
-        verbose: 0, 1, 2 or "auto": a bar on a terminal, else lines.
+        verbose: 0, 1, 2 or "auto": the view on a terminal, else lines.
         rank: This process's place in the job.
 
     Raises:
@@ -33,34 +46,78 @@ def resolve_verbose(verbose: str | int, rank: Rank) -> int:
     if not rank.is_first:
         return 0
     if verbose == "auto":
-        # Bare mpirun gives ranks a pseudo-terminal, but its tags in the output break bars.
-        drawn = rank.size == 1 or TERMINAL in os.environ
-        return 1 if drawn and sys.stdout.isatty() else 2
+        return 1 if _is_drawn_by_launcher() or _has_own_terminal(rank) else 2
     return int(verbose)
+
+
+@contextmanager
+def showing(verbose: int, rank: Rank) -> Iterator[Show | None]:
+    """In this block events can be shown; yield what shows them, None if nothing does.
+
+    Args:
+        verbose: see `resolve_verbose`. 1 without a terminal shows lines.
+        rank: this process.
+    """
+    if verbose != 1:
+        yield None
+    elif _is_drawn_by_launcher():
+        stream = sys.stdout
+
+        def pass_on(event: Mapping[str, Any]) -> None:
+            stream.write(encoded(event))
+            stream.flush()
+
+        yield pass_on
+    elif around := view_around():
+        yield around.show
+    elif _has_own_terminal(rank):
+        with TerminalView() as view:
+            yield view.show
+    else:
+        yield None
+
+
+def _is_drawn_by_launcher() -> bool:
+    return DRAWN in os.environ.get(TERMINAL, "") and sys.stdout.isatty()
+
+
+def _has_own_terminal(rank: Rank) -> bool:
+    # mpirun alone gives ranks a pseudo-terminal, and tears what they draw apart with its tags.
+    return rank.size == 1 and TERMINAL not in os.environ and sys.stdout.isatty() and is_drawable()
 
 
 class Progress:
     """Displays the progress of one pass over data; examples per second are those of all workers together.
 
     Args:
-        verbose: What to print: 0, 1 or 2; see `resolve_verbose`.
+        verbose: What to print: 0 for no lines.
+        show: Function that shows an event; see `showing`.
         title: Title of the pass, such as "Epoch 1/5".
         steps: Number of steps in the pass; None if unknown before its end.
         done: Number of these steps that an earlier process has trained.
+        epoch: Number of the epoch, from 1; None outside of a training.
     """
 
-    def __init__(self, verbose: int, title: str, steps: int | None, done: int = 0) -> None:
+    def __init__(
+        self,
+        verbose: int,
+        show: Show | None,
+        title: str,
+        steps: int | None,
+        done: int = 0,
+        epoch: int | None = None,
+    ) -> None:
         self._verbose = verbose
+        self._show = show
         self._title = title
+        self._epoch = epoch
         self._examples = 0
         self._steps = self._first = done
         self._total = steps
-        self._bar: Any = None
         self._start = self._told = time.perf_counter()
         self._seconds: float | None = None
-        if verbose == 1:
-            print(title)
-            self._bar = keras.utils.Progbar(steps, unit_name="step", stateful_metrics=None)
+        self._shown: tuple[float, int] = self._start, 0
+        self._before: Mapping[str, Any] = {}
 
     @property
     def seconds(self) -> float:
@@ -72,8 +129,8 @@ class Progress:
         """Examples per second of all workers in that time."""
         return self._examples / max(self.seconds, 1e-9)
 
-    def step(self, steps: int, global_examples: int, logs: dict[str, Any]) -> None:
-        """Count steps, and update the bar or, once a minute, print a line.
+    def step(self, steps: int, global_examples: int, logs: Mapping[str, Any]) -> None:
+        """Count steps, and now and then show them, or once a minute print a line.
 
         Args:
             steps: Number of steps that have just run.
@@ -82,9 +139,13 @@ class Progress:
         """
         self._steps += steps
         self._examples += global_examples
-        if self._bar is not None:
-            self._show(logs, finalize=False)
-        elif self._verbose == 2 and time.perf_counter() - self._told >= LINE_SECONDS:
+        # Those of the step before: to wait for this one would leave the device without work.
+        before, self._before = self._before, logs
+        if self._show is not None:
+            now = time.perf_counter()
+            if now - self._shown[0] >= REFRESH_SECONDS:
+                self._tell(now, before)
+        elif self._verbose and time.perf_counter() - self._told >= LINE_SECONDS:
             self._told = time.perf_counter()
             self._print(f"step {self._steps:,}{self._left()}", logs)
 
@@ -92,14 +153,33 @@ class Progress:
         """Stop the clock: validation and callbacks, which follow, do not count."""
         self._seconds = self.seconds
 
-    def end(self, logs: dict[str, Any]) -> None:
+    def end(self, logs: Mapping[str, Any]) -> None:
         """Show the final loss and metrics of the pass, over all workers."""
-        if self._bar is not None:
-            self._show(logs, finalize=True)
-        elif self._verbose == 2:
+        self.leave()
+        if self._verbose:
             self._print(f"{self.seconds:.1f}s", logs)
 
-    def _print(self, place: str, logs: dict[str, Any]) -> None:
+    def leave(self) -> None:
+        """The pass is over."""
+        if self._show is not None:
+            self._tell(time.perf_counter(), self._before, ended=True)
+
+    def _tell(self, now: float, logs: Mapping[str, Any], ended: bool = False) -> None:
+        assert self._show is not None
+        since, examples = self._shown
+        self._shown = now, self._examples
+        facts = {
+            "title": self._title,
+            "epoch": self._epoch,
+            "step": self._steps,
+            "steps": self._total,
+            "examples_per_second": (self._examples - examples) / max(now - since, 1e-9),
+            "values": dict(logs),
+            "ended": ended,
+        }
+        self._show({"event": "pass", "time": time.time(), **plain(facts)})
+
+    def _print(self, place: str, logs: Mapping[str, Any]) -> None:
         values = "".join(f"  {name}: {np.mean(value):.4g}" for name, value in logs.items())
         rate = f"{self.examples_per_second:,.0f} examples/s"
         print(f"{self._title}  {place}  {rate}{values}", flush=True)
@@ -110,10 +190,3 @@ class Progress:
             return ""
         each = self.seconds / (self._steps - self._first)
         return f"/{self._total:,}, {each * (self._total - self._steps) / 60:.0f} min left"
-
-    def _show(self, logs: dict[str, Any], finalize: bool) -> None:
-        shown = {**logs, "examples/s": round(self.examples_per_second)}
-        self._bar.stateful_metrics = set(shown)
-        self._bar.update(
-            self._steps, [(k, float(np.mean(v))) for k, v in shown.items()], finalize=finalize
-        )

@@ -33,7 +33,7 @@ from hvdtrain.trainer.divergence import checked_policy, loss_watch
 from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
-from hvdtrain.trainer.progress import Progress, resolve_verbose
+from hvdtrain.trainer.progress import Progress, resolve_verbose, showing
 from hvdtrain.trainer.resume import fit_checkpoints, in_job
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
@@ -243,7 +243,7 @@ class Trainer:
                 BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. If each rank holds only part
                 of the state (layout, shard_optimizer), ModelCheckpoint runs on all ranks and writes the whole model.
             initial_epoch: Index of the first epoch to train, from 0.
-            verbose: 0 (silent), 1 (progress bar), 2 (a line per epoch and per minute) or "auto"; shown by rank 0.
+            verbose: 0 (silent), 1 (live view), 2 (a line per epoch and per minute) or "auto"; shown by rank 0.
 
         Raises:
             UsageError: If an argument or the data cannot work.
@@ -370,8 +370,9 @@ class Trainer:
             if self._predicting is None:
                 self._predicting = self.strategy.prepare_prediction(self.model, inputs)
             shown = resolve_verbose(verbose, self.rank)
-            progress = Progress(shown, "Prediction", source.steps_per_epoch)
-            return predict(self._predicting.predict, self.strategy, source, progress)
+            with showing(shown, self.rank) as show:
+                progress = Progress(shown, show, "Prediction", source.steps_per_epoch)
+                return predict(self._predicting.predict, self.strategy, source, progress)
 
     def save(self, filepath: str | Path) -> None:
         """Write the whole model to a .keras file, with the optimizer's state if the model has been trained.

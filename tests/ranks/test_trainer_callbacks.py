@@ -170,8 +170,8 @@ def test_progress_is_shown_on_rank_0(results: Results) -> None:
     first, second = results.of("case_progress")
     silent, bar, line = first
     assert silent == ""
-    assert "6/6" in bar
-    assert "val_loss" in bar
-    assert "examples/s" in line
-    assert line.count("\n") == 1
+    for shown in (bar, line):  # Without a terminal there is no view.
+        assert "val_loss" in shown
+        assert "examples/s" in shown
+        assert shown.count("\n") == 1
     assert second == ["", "", ""]

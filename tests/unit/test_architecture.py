@@ -36,14 +36,15 @@ ALLOWED = {
     "keras": {"runtime", "collectives", "keras_internals"},
     "strategies": TRAIN - {"trainer"},
     "parallel": TRAIN - {"trainer"} | {"strategies"},
-    "trainer": TRAIN | {"strategies", "parallel", "checkpoint"},
-    "launch": set(),
+    "trainer": TRAIN | {"strategies", "parallel", "checkpoint", "view"},
+    "launch": {"view", "report"},
+    "view": {"report"},
     "install": LAUNCH,
     "bench": LAUNCH | TRAIN | {"strategies", "parallel"},
     "doctor": LAUNCH | {"install"},
     "starters": set(),
     "report": set(),
-    "cli": LAUNCH | {"install", "bench", "doctor", "report", "starters"},
+    "cli": LAUNCH | {"install", "bench", "doctor", "report", "view", "starters"},
     "start": LAUNCH,
 }
 COLLECTIVES = {

@@ -28,7 +28,7 @@ def test_nothing_is_written_before_the_run_has_its_folder(tmp_path: Path) -> Non
     log = EventLog(tmp_path / "events.jsonl")
     with pytest.raises(UsageError), log.watching():
         log.note("epoch", epoch=1)
-        log.count(1, 1, dict)
+        log.count(1, 1, {}, dict)
         raise UsageError("contains another run")
     assert list(tmp_path.iterdir()) == []
 
@@ -39,17 +39,19 @@ def test_steps_are_counted_and_written_about_once_a_second(
     now = 100.0
     monkeypatch.setattr(event_log.time, "monotonic", lambda: now)
     log = EventLog(tmp_path / "events.jsonl")
-    log.begin(workers=2)
+    log.begin(None, workers=2)
     log.begin_steps()
     asked = []
     for step in range(1, 11):
         now += 0.5 if step == 3 else 0.25
-        log.count(1, 8, lambda step=step: asked.append(step) or {"step": step})  # type: ignore
-    log.count(0, 0, lambda: {"step": 10}, last=True)
+        log.count(1, 8, {"loss": step}, lambda step=step: asked.append(step) or {"step": step})  # type: ignore
+    log.count(0, 0, {"loss": 10}, lambda: {"step": 10}, last=True)
     now += 5.0
     log.begin_steps()
-    log.count(0, 0, lambda: {"step": 10}, last=True)
+    log.count(0, 0, {}, lambda: {"step": 10}, last=True)
     found = [line for line in lines(tmp_path / "events.jsonl") if line["event"] == "steps"]
+    losses = [line["values"]["loss"] for line in found]
+    assert losses == [2, 6, 10], "nothing waits for the step that has just begun, but for the last"
     assert asked == [3, 7], "what a step has to tell is asked only when it is written"
     assert [(one["step"], one["steps"], one["examples"]) for one in found] == [
         (3, 3, 24),
@@ -64,11 +66,11 @@ def test_a_long_run_writes_less_often(tmp_path: Path, monkeypatch: pytest.Monkey
     now = 0.0
     monkeypatch.setattr(event_log.time, "monotonic", lambda: now)
     log = EventLog(tmp_path / "events.jsonl")
-    log.begin()
+    log.begin(None)
     log.begin_steps()
     while now < 864_000:  # Ten days, a minute a step.
         now += 60.0
-        log.count(1, 1, dict)
+        log.count(1, 1, {}, dict)
     assert 2_000 < len(lines(tmp_path / "events.jsonl")) < 6_000
 
 
@@ -77,7 +79,7 @@ def test_warnings_and_the_end_are_noted_and_warnings_shown(tmp_path: Path) -> No
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         with log.watching():
-            log.begin()
+            log.begin(None)
             warnings.warn("rank 1 is slow", stacklevel=1)
         warnings.warn("later", stacklevel=1)
     assert [str(one.message) for one in shown] == ["rank 1 is slow", "later"]
@@ -98,7 +100,7 @@ def test_an_error_is_named_and_only_our_own_is_quoted(
 ) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     with pytest.raises(type(error)), log.watching():
-        log.begin()
+        log.begin(None)
         raise error
     assert lines(tmp_path / "events.jsonl")[-1]["how"] == how
 
@@ -106,7 +108,7 @@ def test_an_error_is_named_and_only_our_own_is_quoted(
 def test_numbers_of_every_kind_are_plain_json(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     values = {"loss": np.float32(1 / 3), "f1": np.array([0.25, 0.75]), "nan": np.nan, "inf": np.inf}
-    log.begin(values=values, steps=np.int64(3), none=None, long=[np.float64(2)])
+    log.begin(None, values=values, steps=np.int64(3), none=None, long=[np.float64(2)])
     (found,) = lines(tmp_path / "events.jsonl")
     assert found["values"] == {"loss": 0.333333, "f1": 0.5, "nan": None, "inf": None}
     assert (found["steps"], found["none"], found["long"]) == (3, None, [2])
@@ -116,7 +118,7 @@ def test_half_a_line_of_a_killed_run_spoils_no_other(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"event": "beg')
     log = EventLog(path)
-    log.begin(workers=1)
+    log.begin(None, workers=1)
     log.note("end", how="finished")
     first, *rest = path.read_text().splitlines()
     assert first == '{"event": "beg'
@@ -131,9 +133,9 @@ def test_a_full_disk_is_warned_of_once_and_ends_nothing(tmp_path: Path) -> None:
         pytest.warns(UserWarning, match="cannot be written: .*No space left") as shown,
         log.watching(),
     ):
-        log.begin()
+        log.begin(None)
         log.note("epoch")
     assert len(shown) == 1
     path.unlink()
-    log.begin()
+    log.begin(None)
     assert names(path) == ["begin"]

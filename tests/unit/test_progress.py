@@ -22,7 +22,7 @@ def test_a_long_epoch_shows_where_it_is_every_minute(
 ) -> None:  # fmt: skip
     now = 100.0
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
-    shown = Progress(2, "Epoch 1/2", steps, done)
+    shown = Progress(2, None, "Epoch 1/2", steps, done)
     for _ in range(130):
         now += 0.5
         shown.step(1, 32, {"loss": 0.5})

@@ -148,7 +148,7 @@ def test_what_evaluate_and_predict_show(capsys: pytest.CaptureFixture[str]) -> N
     assert "loss: " in evaluation
     assert prediction.startswith("Prediction")
     ours.evaluate(X, Y, verbose=1)
-    assert "3/3" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("Evaluation"), "without a terminal there is no view"
 
 
 def test_integers_of_numpy() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvdtrain.launch.running.line_splitter import LONGEST, Block, Lines
+from hvdtrain.launch.running.live_rows import LiveRows
 from hvdtrain.launch.running.log_filter import Echoes, may_be_noise, without_noise
 from hvdtrain.launch.running.log_folder import running_in
 from hvdtrain.launch.running.output_parser import Piece, PlainReader, Stream, TagReader
@@ -63,6 +64,7 @@ class Output:
         show_launcher: Whether to show the output of horovodrun and mpirun as well.
         stamp: Function that returns a prefix for each line of a rank, in the files too. None adds nothing.
         process_names: Names of the ranks.
+        view: Live view below the output; None if there is none.
         on_news: Function called with each line of news about a rank, from the process that started it.
         unread: Whether one of the two streams no longer has a reader.
         failures: Failures reported by ranks, in order of arrival.
@@ -76,6 +78,7 @@ class Output:
     show_launcher: bool = False
     stamp: Callable[[], bytes] | None = None
     process_names: ProcessNames = RANKS
+    view: LiveRows | None = None
     on_news: Callable[[bytes], None] = lambda line: None
     unread: bool = False
     failures: list[Failure] = field(default_factory=list)
@@ -98,6 +101,9 @@ class Output:
             "stdout": Screen(self.stdout, lambda error: self._lose("stdout", error)),
             "stderr": Screen(self.stderr, lambda error: self._lose("stderr", error)),
         }
+        if self.view is not None and self._one_terminal:
+            # In one queue, so that the view is out of the way before anything else is written.
+            self._screens["stderr"] = self._screens["stdout"]
 
     def __enter__(self) -> Output:
         reader = TagReader if self.process_names.tagged else PlainReader
@@ -106,6 +112,7 @@ class Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._close_view()
         while self.is_behind:
             self.catch_up(FAREWELL_SECONDS)
         self._logs.close()
@@ -129,6 +136,8 @@ class Output:
                 self._keep(source, Block(held, source.lines.begins, ends=False))
                 source.logged = len(held)
                 self._show_held(source, held)
+        if self.view is not None and (rest := self.view.rest()):
+            self._take_output(Piece(0, "stdout", rest))
         self._flush()
 
     def finish(self) -> None:
@@ -137,6 +146,7 @@ class Output:
             for piece in reader.finish():
                 self._take(piece)
         self.settle()
+        self._close_view()
         for _, source in sorted(self._sources.items()):
             for block in source.lines.finish():
                 self._take_block(source, block)
@@ -171,7 +181,15 @@ class Output:
             )
             for one in news:
                 self.on_news(one)
-        elif piece.stream == "stdout" and not self.all_ranks and not self.stamp:
+        elif piece.rank == 0 and piece.stream == "stdout" and self.view is not None:
+            self._take_output(piece._replace(data=self.view.take(piece.data)))
+        else:
+            self._take_output(piece)
+
+    def _take_output(self, piece: Piece) -> None:
+        """Of a rank."""
+        assert piece.rank is not None
+        if piece.stream == "stdout" and not self.all_ranks and not self.stamp:
             self._log(piece.rank, "stdout", piece.data)
             if piece.rank == 0:
                 self._write("stdout", piece.data)
@@ -283,8 +301,15 @@ class Output:
         name = "launcher.log" if rank is None else f"{self.process_names.folder(rank)}/{stream}"
         self._logs.append(name, data)
 
+    def _close_view(self) -> None:
+        if self.view is not None:
+            self._screens["stdout"].show(self.view.erase())
+            self.view = None
+
     def _flush(self) -> None:
         self._logs.flush()
+        if self.view is not None and not self._begun.get("stdout") and not self.is_behind:
+            self._screens["stdout"].show(self.view.draw())
         for screen in self._screens.values():
             screen.flush()
 
@@ -294,10 +319,13 @@ class Output:
         self._write(stream, b"\n" + lines if apart else lines)
 
     def _write(self, stream: Stream, data: bytes) -> None:
+        if not data:
+            return
+        if self.view is not None and self._screens[stream] is self._screens["stdout"]:
+            self._screens["stdout"].show(self.view.erase())
         self._screens[stream].show(data)
-        if data:
-            for name in self._screens if self._one_terminal else (stream,):
-                self._begun[name] = not data.endswith((b"\n", b"\r"))
+        for name in self._screens if self._one_terminal else (stream,):
+            self._begun[name] = not data.endswith((b"\n", b"\r"))
 
     def _say_logs_lost(self, error: OSError) -> None:
         self.say(

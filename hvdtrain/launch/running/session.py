@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.environment import (
+    DRAWN,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
     EXIT_SIGNAL_BASE,
@@ -26,6 +27,7 @@ from hvdtrain.environment import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.command_runner import run_process
+from hvdtrain.launch.running.live_rows import LiveRows
 from hvdtrain.launch.running.log_folder import make_log_dir
 from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.output import Output
@@ -36,6 +38,7 @@ from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, from_j
 from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import Limits, Verdict, Watchdog
+from hvdtrain.view.live_view import is_drawable
 
 # No restart after these: usage errors, the user's own signals (also sent when the output has no reader any more), and
 # a job that has no time left.
@@ -159,6 +162,7 @@ def _run_once(
     """Run the command once. Returns the exit code and a description of the progress, empty if there was none."""
     log_dir = make_log_dir(view.log_dir)
     terminals = () if view.all_ranks else _terminals()
+    drawn = 1 in terminals and is_drawable()
     launch_id = uuid.uuid4().hex
     limits = patience.limits
     still = limits.still if limits else float("inf")
@@ -166,7 +170,7 @@ def _run_once(
         **_window(terminals),
         **environ,
         LOG_DIR: str(log_dir.resolve()),
-        TERMINAL: "".join(map(str, terminals)) or "0",
+        TERMINAL: "".join(map(str, terminals)) + (DRAWN if drawn else "") or "0",
         STOPPED_SECONDS: str(still),
     }
     output = Output(
@@ -177,6 +181,7 @@ def _run_once(
         show_launcher=view.verbose,
         stamp=_time_of_day if view.timestamps else None,
         process_names=process_names,
+        view=LiveRows(sys.stdout) if drawn else None,
     )
     run = _ShownRun(
         output,

@@ -1,0 +1,62 @@
+"""The live view below a run's output: drawn from the events in rank 0's, and out of the way of everything else."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from hvdtrain.report.run_record import RunReader
+from hvdtrain.view.channel import EventFilter
+from hvdtrain.view.live_view import Look, lines_of
+from hvdtrain.view.region import Region, look_of
+
+REDRAW_SECONDS = 0.05
+"""Between two drawings, however much is written above them."""
+
+
+@dataclass
+class LiveRows:
+    """Gives what to write to the terminal, in its encoding.
+
+    Attributes:
+        terminal: a stream to it.
+    """
+
+    terminal: TextIO
+    _reader: RunReader = field(default_factory=RunReader)
+    _region: Region = field(default_factory=Region)
+    _events: EventFilter = field(default_factory=EventFilter)
+    _is_new: bool = False
+    _look: Look | None = None
+    _drawn_at: float = float("-inf")
+
+    def take(self, data: bytes) -> bytes:
+        """Take the events out of what rank 0 wrote to standard output."""
+        kept, events = self._events.feed(data)
+        for event in events:
+            self._reader.take(event)
+            self._is_new = True
+        return kept
+
+    def rest(self) -> bytes:
+        """What is held back, but is no event."""
+        return self._events.rest()
+
+    def draw(self) -> bytes:
+        """Draw the view if it is not there, or not as it should be. The cursor is at the beginning of a line."""
+        look = look_of(self.terminal)
+        as_it_should = self._region.drawn and look == self._look and not self._is_new
+        if as_it_should or time.monotonic() - self._drawn_at < REDRAW_SECONDS:
+            return b""
+        lines = [] if self._reader.end else lines_of(self._reader.record(), look)
+        self._is_new, self._look = False, look
+        if not lines:
+            return self.erase()
+        self._drawn_at = time.monotonic()
+        return self._region.draw(lines, look.columns).encode(self.terminal.encoding, "replace")
+
+    def erase(self) -> bytes:
+        """Make room for something else."""
+        columns = look_of(self.terminal).columns
+        return self._region.erase(columns).encode()

@@ -1,0 +1,223 @@
+"""What is shown of a run while it trains, as lines that fit a terminal.
+
+The lines are put together by hand: they cost rank 0 a tenth of a millisecond, a library's tables some milliseconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.report.run_record import Place, RunRecord, Slowest
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDEST_BAR, WIDEST_CURVE, WIDEST_NAME = 40, 24, 20
+MOST_METRICS = 8
+LEAST_BESIDE = 76
+"""Columns, for the values of the validation beside those of the training."""
+LEAST_LOST = 0.01
+"""Share of an epoch; a worker that is less behind is not named."""
+_PHASES = {"input": "waiting for data", "callbacks": "in callbacks", "saving": "saving"}
+_MEMORY = {"host": "memory", "gpu": "GPU memory"}
+_STYLES = {"": "", "dim": "2", "bold": "1", "bar": "36", "bad": "31", "slow": "33"}
+
+Part = tuple[str, str]
+"""Text and the name of its style."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a terminal can show.
+
+    Attributes:
+        columns, rows: its size.
+        colour: whether it has any, and is to have it.
+        blocks: whether it has characters other than ASCII.
+    """
+
+    columns: int
+    rows: int
+    colour: bool = True
+    blocks: bool = True
+
+    @property
+    def width(self) -> int:
+        """Of a row, so that the cursor stays in it, also behind a ^C: a terminal shows it where the cursor is."""
+        return max(1, self.columns - 3)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row.
+
+    Attributes:
+        text: with the codes for its colours.
+        cells: that it is wide.
+    """
+
+    text: str
+    cells: int
+
+
+def is_drawable(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a terminal can move its cursor."""
+    return environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def lines_of(run: RunRecord, look: Look) -> list[Line]:
+    """The view, in at most as many rows as the terminal has above its last one; empty before the first step."""
+    rows: list[list[Part]] = []
+    if run.place is not None:
+        has_time = run.seconds_left is not None and not run.end
+        left = f"{_time(run.seconds_left or 0)} left" if has_time else ""
+        rows.append(_bar(run.place.title, run.done, left, look))
+        rows.append(_facts(run, run.place, look))
+    if run.aside is not None:
+        rows.append(_aside(run.aside, run.place is None, look))
+    if run.place is not None:
+        slowest = _slowest(run.slowest, look)
+        room = look.rows - 1 - len(rows) - len(slowest)
+        rows += _metrics(run, run.place, look)[: max(0, room)]
+        rows += slowest
+    return [_line(row, look) for row in rows[: max(1, look.rows - 1)]]
+
+
+def plain_line(text: str, look: Look) -> Line:
+    """A row of text, cut where the terminal ends."""
+    return _line([(text, "")], look)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve of at most `width` characters; of many values each shows the mean of some."""
+    values = [one for one in values if math.isfinite(one)]
+    count = min(width, len(values))
+    if count <= 0:
+        return ""
+    ends = [len(values) * number // count for number in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _bar(title: str, done: float | None, left: str, look: Look) -> list[Part]:
+    if done is None:
+        return [(title, "bold")]
+    right = f" {math.floor(100 * done):3d}%" + (f"  {left}" if left else "")
+    width = min(WIDEST_BAR, look.width - 1 - _cells(title) - len(right))
+    if width < 5:
+        return [(title, "bold"), (right, "")]
+    full = round(width * done)
+    on, off = ("━", "─") if look.blocks else ("#", "-")
+    return [(f"{title} ", "bold"), (on * full, "bar"), (off * (width - full), "dim"), (right, "")]
+
+
+def _facts(run: RunRecord, place: Place, look: Look) -> list[Part]:
+    of = "" if place.steps is None else f"/{place.steps:,}"
+    memory = [f"{_MEMORY.get(name, name)} {_size(size)}" for name, size in run.memory.items()]
+    workers = [f"{run.workers} workers"] if run.workers > 1 else []
+    speed = f"{place.examples_per_second:,.0f} examples/s"
+    return _fitting([f"step {place.step:,}{of}", speed, *workers, *memory], look)
+
+
+def _aside(place: Place, alone: bool, look: Look) -> list[Part]:
+    done = None if not place.steps else min(1.0, place.step / place.steps)
+    of = "" if place.steps is None else f"/{place.steps:,}"
+    words = f"{place.step:,}{of}  {place.examples_per_second:,.0f} examples/s"
+    # In a training its bar would be one too many.
+    row = _bar(place.title, done, words, look) if alone else [(f"{place.title} {words}", "dim")]
+    return row + ([] if done is not None else [(f"  {words}", "")] if alone else [])
+
+
+def _metrics(run: RunRecord, place: Place, look: Look) -> list[list[Part]]:
+    """A row for each: its name, its value now, its curve. That of the validation stands beside it, or below."""
+    own = [name for name in place.values if not name.startswith("val_")][:MOST_METRICS]
+    if not own:
+        return []
+    ends = {
+        name: [e.values[f"val_{name}"] for e in run.epochs if f"val_{name}" in e.values]
+        for name in own
+    }
+    # Names of the validation are four characters longer where they stand below.
+    beside = look.columns >= LEAST_BESIDE
+    longer = 0 if beside or not any(ends.values()) else 4
+    name_width = min(WIDEST_NAME, max(map(_cells, own)) + longer)
+    room = look.width - 11 - name_width
+    curve = min(WIDEST_CURVE, room // 2 - 10 if beside else room) if look.blocks else 0
+    rows = []
+    for name in own:
+        within = [w.values[name] for w in run.windows if name in w.values]
+        row = _metric(_padded(name, name_width), place.values[name], within, curve)
+        rows.append(row)
+        if ends[name] and beside:
+            gap = " " * max(0, curve - len(within))
+            row += _metric(f"{gap}  val", ends[name][-1], ends[name], curve)
+        elif ends[name]:
+            label = _padded(f"val_{name}", name_width)
+            rows.append(_metric(label, ends[name][-1], ends[name], curve))
+    return rows
+
+
+def _metric(label: str, value: float | None, values: Sequence[float], curve: int) -> list[Part]:
+    number, style = ("nan", "bad") if value is None else (f"{value:.4g}", "bold")
+    return [(f"{label} ", "dim"), (f"{number:>9}", style), (f" {sparkline(values, curve)}", "bar")]
+
+
+def _slowest(slowest: Slowest | None, look: Look) -> list[list[Part]]:
+    if slowest is None or slowest.share < LEAST_LOST:
+        return []
+    behind = f"{slowest.seconds:.1f} s behind ({100 * slowest.share:.0f}%)"
+    words = [f"slowest: rank {slowest.rank}", behind, _PHASES[slowest.phase], "in the last epoch"]
+    return [_fitting(words, look, "slow")]
+
+
+def _fitting(words: Iterable[str], look: Look, style: str = "") -> list[Part]:
+    """As many of them, from the first on, as there is room for."""
+    text = ""
+    for word in words:
+        longer = f"{text}  {word}" if text else word
+        if text and _cells(longer) > look.width:
+            break
+        text = longer
+    return [(text, style)]
+
+
+def _line(parts: Iterable[Part], look: Look) -> Line:
+    """The parts, cut where the row ends: what is longer would go on in the next."""
+    text, room = "", look.width
+    for part, style in parts:
+        kept = "".join(c for c in part if c.isprintable())
+        while _cells(kept) > room:
+            kept = kept[:-1]
+        room -= _cells(kept)
+        code = _STYLES[style] if look.colour else ""
+        text += f"\x1b[{code}m{kept}\x1b[0m" if code and kept else kept
+    return Line(text, look.width - room)
+
+
+def _padded(text: str, cells: int) -> str:
+    while _cells(text) > cells:
+        text = text[:-1]
+    return text + " " * (cells - _cells(text))
+
+
+def _cells(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(bool(unicodedata.combining(c)) for c in text)
+
+
+def _time(seconds: float) -> str:
+    """Such as 0:42, 3:07 and 26:03:07."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

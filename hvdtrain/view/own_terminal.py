@@ -1,0 +1,106 @@
+"""The view of a process that has the terminal to itself: below what it prints, which goes through here meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO, cast
+
+from hvdtrain.report.run_record import RunReader
+from hvdtrain.view.live_view import lines_of
+from hvdtrain.view.region import Region, look_of
+
+REDRAW_SECONDS = 0.05
+"""Between two drawings below lines that are printed in a row."""
+
+
+class TerminalView:
+    """Shows events, see `hvdtrain.trainer.event_log`, within a block.
+
+    What Python code prints in the block stands above the view. While a line has no end, there is no view.
+    """
+
+    def __init__(self) -> None:
+        self._out, self._err = sys.stdout, sys.stderr
+        self._reader = RunReader()
+        self._region = Region()
+        self._lock = threading.RLock()
+        self._begun = False
+        self._drawn_at = 0.0
+
+    def __enter__(self) -> TerminalView:
+        self._out, self._err = sys.stdout, sys.stderr
+        sys.stdout = cast(TextIO, _Above(self, self._out))
+        if self._err.isatty():
+            sys.stderr = cast(TextIO, _Above(self, self._err))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._erase()
+            # Unless somebody has redirected them meanwhile.
+            if isinstance(sys.stdout, _Above):
+                sys.stdout = self._out
+            if isinstance(sys.stderr, _Above):
+                sys.stderr = self._err
+
+    def show(self, event: Mapping[str, Any]) -> None:
+        """Draw the run as it is after this event."""
+        with self._lock:
+            self._reader.take(event)
+            self._draw()
+
+    def write(self, stream: TextIO, text: str) -> int:
+        """Write above the view."""
+        with self._lock:
+            if text:
+                self._erase()
+            count = stream.write(text)
+            if text:
+                stream.flush()
+                self._begun = not text.endswith(("\n", "\r"))
+                if time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
+                    self._draw()
+            return count
+
+    def _draw(self) -> None:
+        if self._begun:
+            return
+        look = look_of(self._out)
+        lines = lines_of(self._reader.record(), look)
+        if not lines:
+            self._erase()
+            return
+        self._drawn_at = time.monotonic()
+        self._out.write(self._region.draw(lines, look.columns))
+        self._out.flush()
+
+    def _erase(self) -> None:
+        look = look_of(self._out)
+        self._out.write(self._region.erase(look.columns))
+        self._out.flush()
+
+
+class _Above:
+    """A standard stream whose text goes above the view."""
+
+    def __init__(self, view: TerminalView, stream: TextIO) -> None:
+        self.view = view
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self.view.write(self._stream, text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def view_around() -> TerminalView | None:
+    """The view of a block around this one."""
+    return sys.stdout.view if isinstance(sys.stdout, _Above) else None
