@@ -1,0 +1,62 @@
+"""`hvdtrain top`: watch a training from another terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from hvdtrain.report.run_record import RunRecord
+
+POLL_SECONDS = 1.0
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--once", is_flag=True, help="Print it once, also where there is no terminal.")
+def top(run_dir: Path, once: bool) -> None:
+    """Watch the training whose Trainer got RUN_DIR as run_dir, until it ends.
+
+    It shows what the training itself shows on a terminal: progress, time left, losses and metrics, speed, the slowest
+    worker and memory. A training that has ended is shown as it was at its end. Ctrl-C leaves it; the training goes on.
+    """
+    from hvdtrain.report.run_record import read_run
+    from hvdtrain.view.live_view import is_drawable, lines_of, plain_line
+    from hvdtrain.view.region import Region, look_of
+
+    on_terminal = sys.stdout.isatty()
+    follows = on_terminal and is_drawable() and not once
+    region = Region()
+    try:
+        while True:
+            run = read_run(run_dir)
+            look = look_of(sys.stdout)
+            look = replace(look, colour=look.colour and on_terminal)
+            below = lines_of(run, replace(look, rows=max(2, look.rows - 2)))
+            lines = [plain_line(f"{run.name}: {_state(run)}", look), *below]
+            if run.occurrences and not run.end:
+                last = run.occurrences[-1]
+                lines.append(plain_line(f"{last.what}: {last.text}", look))
+            if not follows:
+                click.echo("\n".join(line.text for line in lines))
+                return
+            # Not through Click, which takes out all codes where there are to be no colours.
+            sys.stdout.write(region.draw(lines, look.columns))
+            sys.stdout.flush()
+            if run.end:
+                break
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        pass
+    click.echo()
+
+
+def _state(run: RunRecord) -> str:
+    if run.end or run.is_live:
+        return run.state
+    return f"nothing has happened for {time.time() - run.clock:,.0f} s (killed?)"
