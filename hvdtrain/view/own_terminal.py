@@ -12,8 +12,8 @@ from hvdtrain.report.run_record import RunReader
 from hvdtrain.view.live_view import lines_of
 from hvdtrain.view.region import Region, look_of
 
-REDRAW_SECONDS = 0.05
-"""Between two drawings below lines that are printed in a row."""
+REDRAW_SECONDS = 0.01
+"""Between two drawings below lines that are printed in a row. What is not drawn then waits for the next event."""
 
 
 class TerminalView:
