@@ -19,7 +19,7 @@ from hvdtrain import Checkpoints, Trainer
 from hvdtrain.checkpoint.folder import Checkpoint, newest, save
 
 X = np.random.default_rng(0).normal(size=(48, 3)).astype("float32")
-OF_OTHER_RANKS = ("metrics", "untracked", "rules")
+OF_OTHER_RANKS = ("metrics", "untracked", "rules", "merged_with", "weighted")
 """Of what each rank has of its own, what counts only on another number of ranks."""
 ALSO_OWN = ("moving_mean", "moving_variance", "gradient_accumulator", "seed_generator_state")
 """Variables of which the same ranks take what each had of its own."""
