@@ -61,6 +61,7 @@ COMMANDS = {
         "List the strategies and which of them work here.",
     ),
     "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
+    "timeline": ("hvdtrain.cli.timeline:timeline", "Summarise a timeline of Horovod's."),
 }
 
 
