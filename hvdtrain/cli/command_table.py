@@ -46,6 +46,10 @@ COMMANDS = {
         "hvdtrain.cli.doctor:doctor",
         "Check whether this machine can train, and suggest fixes.",
     ),
+    "estimate": (
+        "hvdtrain.cli.estimate:estimate",
+        "Estimate memory and traffic of a training before it runs.",
+    ),
     "install-horovod": (
         "hvdtrain.cli.install_horovod:install_horovod",
         "Build Horovod for the TensorFlow of this environment.",
