@@ -46,6 +46,10 @@ COMMANDS = {
         "hvdtrain.cli.doctor:doctor",
         "Check whether this machine can train, and suggest fixes.",
     ),
+    "estimate": (
+        "hvdtrain.cli.estimate:estimate",
+        "Estimate memory and traffic of a training before it runs.",
+    ),
     "install-horovod": (
         "hvdtrain.cli.install_horovod:install_horovod",
         "Build Horovod for the TensorFlow of this environment.",
@@ -61,6 +65,7 @@ COMMANDS = {
         "List the strategies and which of them work here.",
     ),
     "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
+    "timeline": ("hvdtrain.cli.timeline:timeline", "Summarize a timeline of Horovod's."),
     "top": ("hvdtrain.cli.top:top", "Watch a training from another terminal."),
 }
 

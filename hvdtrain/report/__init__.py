@@ -1,1 +1,1 @@
-"""`hvdtrain report`: an HTML page about one run or several, drawn from the files in their folders."""
+"""`hvdtrain report`: an HTML page about runs, from their folders; `hvdtrain timeline`: Horovod's timeline."""

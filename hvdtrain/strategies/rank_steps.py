@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -136,6 +137,7 @@ class RankSteps:
             test = self._test_metrics.over(test, self._test_sources)
         if (skipped := skipped_steps_of(model)) is not None:
             train = skipped.around(train)
+        self._train_step = train
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(test)
@@ -179,6 +181,15 @@ class RankSteps:
             several = replace(shares[0], data=stacked)
             logs = self._run(self._train_several, several, self._together)
         return self._train_metrics.logs(logs, self._train_sources, self._train_logs)
+
+    def trace(self, data: Any) -> Any:
+        """Return the tf.function graph of a training step, which does not run, on data like `data`.
+
+        Args:
+            data: (x, y, sample_weight) of tf.TensorSpec, with the number of examples of a share.
+        """
+        with nullcontext() if self._step is None else in_step(self._step):
+            return tf.function(self._train_step, autograph=False).get_concrete_function(data).graph
 
     def probe(self, share: Share) -> None:
         """Test, before the first step, whether the steps of the ranks add up to that of the whole batch. A collective.

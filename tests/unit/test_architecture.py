@@ -43,6 +43,7 @@ ALLOWED = {
     "bench": LAUNCH | TRAIN | {"strategies", "parallel"},
     "doctor": LAUNCH | {"install"},
     "starters": set(),
+    "estimate": TRAIN | {"strategies"},
     "report": set(),
     "cli": LAUNCH | {"install", "bench", "doctor", "report", "view", "starters"},
     "start": LAUNCH,

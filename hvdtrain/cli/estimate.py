@@ -1,0 +1,99 @@
+"""`hvdtrain estimate`: what a training will need, before it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdtrain.errors import EngineError
+from hvdtrain.rank_variables import is_rank_variable
+
+TOO_LOW = 1.1
+"""Measured peaks are above their estimates by less; see docs/estimate.md."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "-np", "--num-proc", "np", type=click.IntRange(1), required=True, metavar="N", help="Number of workers."
+)  # fmt: skip
+@click.option(
+    "--ranks-per-host", type=click.IntRange(1), metavar="N",
+    help="Workers that share one host's memory.  [default: all]",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, sizes in bytes.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def estimate(
+    np: int, ranks_per_host: int | None, as_json: bool, script: Path, arguments: tuple[str, ...]
+) -> None:
+    """Estimate the memory of each worker, and the bytes it sends in a step, before SCRIPT runs on N workers.
+
+    One process runs SCRIPT as worker 0 would, up to its first Trainer.fit. It makes the model and the optimizer and
+    traces the training step, but trains nothing. What SCRIPT does before that happens: it reads its data, for example.
+    """
+    per_host = min(np, ranks_per_host or np)
+    found = _run(np, per_host, script, arguments)
+    found["host"] = {"memory": _host_memory(), "ranks": per_host}
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    for line in _lines(found, np, per_host):
+        click.echo(line)
+
+
+def _run(np: int, per_host: int, script: Path, arguments: tuple[str, ...]) -> dict[str, Any]:
+    """Return the report; end with the program's exit code if there is none, for it has said why."""
+    environ = {name: value for name, value in os.environ.items() if not is_rank_variable(name)}
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-estimate-") as folder:
+        report = Path(folder, "report.json")
+        module = "hvdtrain.estimate.planned_fit"
+        words = [str(np), str(per_host), str(report), str(script), *arguments]
+        # What the script prints is not part of the answer.
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module, *words],
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ},
+            stdout=sys.stderr.fileno(),
+        )
+        if not done.returncode and report.exists():
+            return dict(json.loads(report.read_text()))
+    if done.returncode < 0:
+        raise EngineError(f"{script} was ended by signal {-done.returncode}: out of memory?")
+    raise SystemExit(done.returncode or 1)
+
+
+def _lines(found: Mapping[str, Any], np: int, per_host: int) -> Iterator[str]:
+    memory = found["memory"]
+    total = sum(memory.values())
+    yield f"Each of {np} workers, {found['examples']:,} examples a step (MB = 10^6 bytes):"
+    for name, size in memory.items():
+        yield f"  {name:<16}{size / 1e6:>12,.1f} MB"
+    yield f"  {'sum':<16}{total / 1e6:>12,.1f} MB"
+    resident = found["resident"]
+    yield f"  {'program, data':<16}{resident / 1e6:>12,.1f} MB, as measured now, in main memory"
+    whole = (total + resident) * per_host
+    host = found["host"]["memory"]
+    verdict = (
+        "fits" if whole * TOO_LOW < host else "may not fit" if whole < host else "does not fit"
+    )
+    yield (
+        f"Without GPUs, {per_host} on this host: {whole / 1e9:,.2f} of {host / 1e9:,.2f} GB of memory: {verdict}"
+    )
+    for kind, size in found["sent"].items():
+        yield f"Each worker sends {size / 1e6:,.2f} MB in a step by {kind}"
+    if found["unknown_messages"]:
+        yield f"and {found['unknown_messages']} messages whose size depends on the data"
+    if np > 1 and not found["messages"]:
+        yield "Nothing is sent in a step"
+
+
+def _host_memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,100 @@
+"""`hvdtrain timeline`: what Horovod's timeline tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from hvdtrain.report.timeline import Summary
+
+_TENSORS_SHOWN = 20
+_LONGEST_NAME = 48
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all tensors.")
+def timeline(file: Path, as_json: bool) -> None:
+    """Summarise FILE, which `hvdtrain run --timeline-filename FILE` has written.
+
+    It shows the time that tensors spend in negotiation, queues, copies and communication, how many of them travel
+    together, which rank the others wait for, and what to change. The run may have been killed. Times are those of
+    rank 0. The number of cycles needs --timeline-mark-cycles.
+    """
+    from hvdtrain.report.timeline import read_timeline
+    from hvdtrain.report.timeline_advice import advice
+
+    summary = read_timeline(file)
+    if as_json:
+        click.echo(json.dumps({**asdict(summary), "advice": advice(summary)}))
+        return
+    for line in [*_whole(summary), "", *_table(summary), "", *advice(summary)]:
+        click.echo(line)
+
+
+def _whole(summary: Summary) -> Iterator[str]:
+    yield (
+        f"{summary.seconds:.3f} s, {summary.operations:,} operations on {len(summary.tensors):,} tensors, "
+        f"{summary.bytes / 1e6:,.3f} MB"
+    )
+    for kind, seconds in summary.busy.items():
+        if seconds:
+            yield f"  {kind:<14}{seconds:>10.3f} s {_percent(seconds, summary):>6}"
+    rest = summary.seconds - summary.in_flight
+    yield f"  {'none of them':<14}{rest:>10.3f} s {_percent(rest, summary):>6}"
+    messages = sum(summary.messages.values())
+    if messages:
+        mean = sum(size * count for size, count in summary.messages.items()) / messages
+        yield (
+            f"{messages:,} messages of {mean:.3g} tensors and {summary.bytes / messages / 1e3:,.1f} kB on average, "
+            f"at most {max(summary.messages):,} tensors"
+        )
+    if summary.cycle_seconds is not None:
+        yield (
+            f"{summary.cycles:,} cycles of {1e3 * summary.cycle_seconds:.3g} ms on average; "
+            f"{summary.cycles_used:,} sent something"
+        )
+    if summary.last:
+        shown = sorted(summary.last, key=lambda rank: -summary.last[rank])[:8]
+        ranks = ", ".join(
+            f"rank {rank} {summary.last[rank]:,} times ({summary.waits[rank]:.3g} s)"
+            for rank in shown
+        )
+        yield (
+            f"Last of {summary.ranks} ranks, in the {sum(summary.last.values()):,} negotiations that show all: {ranks}"
+        )
+    if summary.unfinished:
+        yield f"Operations that had not ended: {summary.unfinished:,}"
+    if summary.damaged:
+        yield f"Places in the file that could not be read: {summary.damaged:,}"
+
+
+def _table(summary: Summary) -> Iterator[str]:
+    kinds = list(summary.busy)
+    yield f"{'tensor':<{_LONGEST_NAME}} {'times':>7} {'MB':>9}" + "".join(
+        f" {kind + ' s':>15}" for kind in kinds
+    )
+    for tensor in summary.tensors[:_TENSORS_SHOWN]:
+        yield (
+            f"{_short(tensor.name):<{_LONGEST_NAME}} {tensor.operations:>7,} {tensor.bytes / 1e6:>9,.3f}"
+            + "".join(f" {tensor.seconds[kind]:>15.3f}" for kind in kinds)
+        )
+    more = len(summary.tensors) - _TENSORS_SHOWN
+    if more > 0:
+        yield f"and {more:,} others: see --json"
+
+
+def _short(name: str) -> str:
+    """The end of a name, which tells tensors apart, without characters that move the cursor."""
+    shown = "".join(c if c.isprintable() else "?" for c in name[-2 * _LONGEST_NAME :])
+    return shown if len(shown) <= _LONGEST_NAME else f"...{shown[3 - _LONGEST_NAME :]}"
+
+
+def _percent(seconds: float, summary: Summary) -> str:
+    return f"{100 * seconds / summary.seconds:.1f} %" if summary.seconds else "-"

@@ -1,0 +1,171 @@
+"""The program of `hvdtrain estimate`: runs a script as rank 0 of N up to its first Trainer.fit.
+
+    python -m hvdtrain.estimate.planned_fit RANKS RANKS_PER_HOST REPORT SCRIPT [ARGUMENTS]...
+
+The model and its optimizer are made, the training step is traced, and nothing is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.worker.main_module import run_script
+
+if TYPE_CHECKING:
+    from hvdtrain.estimate.planned_engine import PlannedEngine
+    from hvdtrain.trainer.loop import FitPlan, Loop
+
+DEFAULT_FUSION = 128 * 2**20
+"""Horovod's."""
+SHARES_AHEAD = 2
+"""Shares of the data that wait beside the one that is trained on."""
+
+BYTES_PER_OPERATION = 16_000
+"""Of the step's graph, in Python, in TensorFlow and in the executor."""
+
+
+class _Found(BaseException):
+    """The estimate is there: the script ends here, whatever it catches."""
+
+
+def main() -> None:
+    """Run the script; leave with 0 if the report is written."""
+    ranks, per_host, report, script = sys.argv[1:5]
+    sys.argv = sys.argv[4:]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    # As a launcher says it; and before anything of hvdtrain has asked Horovod.
+    place = {"RANK": "0", "SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_SIZE": per_host}
+    os.environ.update({f"HOROVOD_{name}": value for name, value in place.items()})
+    from hvdtrain.estimate.planned_engine import PlannedEngine
+
+    engine = PlannedEngine(int(ranks), int(per_host))
+    engine.install()
+    _stop_at_fit(engine, Path(report))
+    try:
+        run_script(script)
+    except _Found:
+        return
+    except HvdtrainError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    print(
+        "Error: the script ended without a call of hvdtrain.Trainer's fit, whose step is what is estimated",
+        file=sys.stderr,
+    )
+    sys.exit(UsageError.exit_code)
+
+
+def _stop_at_fit(engine: PlannedEngine, report: Path) -> None:
+    from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+    from hvdtrain.trainer import strategy_choice
+    from hvdtrain.trainer.loop import Loop
+
+    strategy_choice.RUNNERS["pipeline"] = "hvdtrain.estimate.planned_fit:refuse_pipeline"
+    apply = BaseOptimizer.apply
+
+    def fit(loop: Loop, plan: FitPlan) -> NoReturn:
+        BaseOptimizer.apply = apply
+        report.write_text(json.dumps(_estimate(loop, plan, engine)))
+        raise _Found
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "The script trains before, or without, a call of hvdtrain.Trainer's fit, whose step is what is estimated. "
+            "model.fit and loops of your own cannot be estimated: build a Trainer of the same model to see its figures"
+        )
+
+    Loop.fit = fit  # type: ignore[method-assign, assignment]
+    BaseOptimizer.apply = refuse
+
+
+def refuse_pipeline(*args: Any) -> NoReturn:
+    """Take the place of what runs a pipeline."""
+    raise UsageError(
+        "A pipeline cannot be estimated: its stages differ, and none has one graph for its step. Estimate the model "
+        "without it: a stage has its layers' part of weights, gradients and state"
+    )
+
+
+def _estimate(loop: Loop, plan: FitPlan, engine: PlannedEngine) -> dict[str, Any]:
+    """Return bytes on this rank, and what it sends in a step."""
+    import tensorflow as tf
+
+    from hvdtrain.data import split
+    from hvdtrain.estimate.step_memory import count_operations, peak_bytes
+    from hvdtrain.keras_internals.models import optimizers_of
+    from hvdtrain.strategies.rank_steps import RankSteps
+    from hvdtrain.trainer.setup import symbolic_data
+
+    if not isinstance(loop.steps, RankSteps):
+        raise UsageError(
+            f"strategy {loop.strategy.name} cannot be estimated: its step is not one graph on each rank"
+        )
+    if loop.model.run_eagerly:
+        raise UsageError("run_eagerly=True leaves no graph to estimate: leave it out")
+    part = loop.strategy.part
+    begin, end = split(loop.record.config["global_batch_size"], part.index, part.count)
+    specs = tf.nest.map_structure(
+        lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype),
+        symbolic_data(plan.train.element, end - begin),
+    )
+    engine.messages.clear()
+    graph = loop.steps.trace(specs)
+    model = loop.model
+    weights = _bytes(model.variables)
+    state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+    batch = sum(
+        (leaf.shape.num_elements() or 0) * leaf.dtype.size for leaf in tf.nest.flatten(specs)
+    )
+    gradients = _bytes(model.trainable_variables)
+    peak = peak_bytes(graph)
+    operations = count_operations(graph)
+    sent: Counter[str] = Counter()
+    for message in engine.messages:
+        sent[message.kind] += round(message.wire_bytes)
+    return {
+        "examples": end - begin,
+        "memory": {
+            "weights": weights,
+            "optimizer state": _bytes(state),
+            "gradients": min(gradients, peak),
+            "activations": max(0, peak - gradients),
+            "fusion buffer": _fusion([m.bytes or 0 for m in engine.messages]),
+            "graph": operations * BYTES_PER_OPERATION,
+            "input": batch * (1 + SHARES_AHEAD),
+        },
+        "resident": max(0, _resident() - weights - _bytes(state)),
+        "sent": dict(sent),
+        "messages": len(engine.messages),
+        "unknown_messages": sum(message.bytes is None for message in engine.messages),
+    }
+
+
+def _bytes(variables: Any) -> int:
+    from hvdtrain.keras_internals.variables import tf_variable
+
+    once = {id(v): v for v in map(tf_variable, variables)}
+    return sum((v.shape.num_elements() or 0) * v.dtype.size for v in once.values())
+
+
+def _fusion(sizes: list[int]) -> int:
+    """What Horovod's buffer takes if all small tensors of a step are ready at the same time, which is the most."""
+    limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", DEFAULT_FUSION))
+    fused = [size for size in sizes if size < limit]
+    return min(limit, sum(fused)) if len(fused) > 1 else 0
+
+
+def _resident() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

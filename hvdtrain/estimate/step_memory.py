@@ -1,0 +1,211 @@
+"""The peak of what a traced step holds beside its variables: activations, gradients, temporary values.
+
+The graph is walked as TensorFlow's executor does: an operation runs when its inputs are there, in the order in which
+that happens, and a tensor lives until its last consumer has run. Operations on single elements write into the memory
+of an input that nobody else needs; others that only look at a tensor in another way have none of their own. Known
+shapes are needed: the step is traced with the number of examples of the share.
+
+What other kernels hold while they run, and how an allocator rounds, is not in the graph.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.estimate.planned_engine import COLLECTIVE
+
+VIEWS = {
+    *("Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "Bitcast", "EnsureShape"),
+    *("PreventGradient", "ReadVariableOp", "CheckNumerics", "Snapshot", "NoOp", "Placeholder", "VarHandleOp"),
+    *("Assert", "Shape", "Const", "PlaceholderWithDefault"),
+}  # fmt: skip
+"""Operations whose outputs are their inputs' memory, or small."""
+IN_PLACE = {
+    *("Add", "AddV2", "AddN", "Sub", "Mul", "MulNoNan", "RealDiv", "DivNoNan", "Maximum", "Minimum", "Neg", "Square"),
+    *("Sqrt", "Rsqrt", "Exp", "Log", "Log1p", "Pow", "Tanh", "TanhGrad", "Sigmoid", "SigmoidGrad", "Relu", "ReluGrad"),
+    *("Relu6", "Relu6Grad", "Elu", "EluGrad", "Selu", "SeluGrad", "LeakyRelu", "LeakyReluGrad", "Erf", "BiasAdd"),
+    *("Softmax", "LogSoftmax", "SquaredDifference", "Abs", "SelectV2", "Reciprocal", "Softplus", "SoftplusGrad"),
+    *("RsqrtGrad", "SqrtGrad", "Floor", "Round", "ClipByValue", "ZerosLike", "OnesLike"),
+}  # fmt: skip
+"""Operations that write into an input's memory if it is theirs alone."""
+
+CONVOLUTIONS = {
+    *("Conv2D", "Conv2DBackpropFilter", "Conv3D", "Conv3DBackpropFilterV2"),
+    *("DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropFilter"),
+}
+COSTLY = 2**14
+"""Bytes of an operation's largest tensor."""
+
+
+@dataclass
+class _Buffer:
+    """Memory that one tensor or several views of it use.
+
+    Attributes:
+        size: in bytes.
+        users: operations that have not run yet.
+    """
+
+    size: int
+    users: int = 0
+
+
+def peak_bytes(graph: Any) -> int:
+    """Return the most bytes that tensors of a tf.function's graph take at a time, its inputs left out."""
+    return _Walk(graph).peak
+
+
+def count_operations(graph: Any) -> int:
+    """Return the number of operations of a tf.function's graph, those of its loops and branches included."""
+    return sum(
+        1 + sum(count_operations(inner) for inner in _functions(op))
+        for op in graph.get_operations()
+    )
+
+
+class _Walk:
+    def __init__(self, graph: Any) -> None:
+        self.peak = 0
+        self._now = 0
+        self._buffers: dict[int, _Buffer] = {}
+        operations = graph.get_operations()
+        waits = {op: len(op.inputs) + len(op.control_inputs) for op in operations}
+        followers: dict[Any, list[Any]] = {op: [] for op in operations}
+        for op in operations:
+            for tensor in op.inputs:
+                followers[tensor.op].append(op)
+            for before in op.control_inputs:
+                followers[before].append(op)
+        # As the executor does on one thread: what is cheap runs at once, in turn; of what is not, the latest first.
+        at_once = deque(op for op in operations if not waits[op])
+        later: list[Any] = []
+        while at_once or later:
+            op = at_once.popleft() if at_once else later.pop()
+            self._run(op)
+            costly: list[Any] = []
+            for after in followers[op]:
+                waits[after] -= 1
+                if not waits[after]:
+                    (costly if _is_costly(after) else at_once).append(after)
+            later += costly
+
+    def _run(self, op: Any) -> None:
+        inputs = [self._buffers[id(tensor)] for tensor in op.inputs]
+        for place, tensor in enumerate(op.outputs):
+            self._buffers[id(tensor)] = self._output(op, place, tensor, inputs)
+            self._buffers[id(tensor)].users += len(tensor.consumers())
+        self.peak = max(self.peak, self._now + _inside(op))
+        for buffer in inputs:
+            buffer.users -= 1
+        for buffer in {id(b): b for b in [*inputs, *self._of(op.outputs)]}.values():
+            if buffer.users == 0:
+                self._now -= buffer.size
+                buffer.size = 0
+
+    def _of(self, tensors: Any) -> list[_Buffer]:
+        return [self._buffers[id(tensor)] for tensor in tensors]
+
+    def _output(self, op: Any, place: int, tensor: Any, inputs: list[_Buffer]) -> _Buffer:
+        collective = COLLECTIVE in op.name
+        if op.type in VIEWS and not collective:
+            return inputs[min(place, len(inputs) - 1)] if inputs else _Buffer(0)
+        size = _size(op, place, tensor)
+        if op.type in IN_PLACE:
+            for buffer in inputs:
+                if buffer.users == 1 and buffer.size == size:
+                    return buffer
+        self._now += size
+        return _Buffer(size)
+
+
+def _is_costly(op: Any) -> bool:
+    """Whether TensorFlow leaves it to its threads: it measures the cycles of each kernel, some per byte."""
+    if op.type in VIEWS and COLLECTIVE not in op.name:
+        return False
+    return (
+        max((_size(tensor.op, 0, tensor) for tensor in [*op.inputs, *op.outputs]), default=0)
+        > COSTLY
+    )
+
+
+def _size(op: Any, place: int, tensor: Any) -> int:
+    if tensor.dtype == tf.variant:
+        return _list_bytes(op, place)
+    elements = tensor.shape.num_elements()
+    return 0 if elements is None or tensor.dtype == tf.resource else elements * tensor.dtype.size
+
+
+def _list_bytes(op: Any, place: int) -> int:
+    """What a list of tensors holds when the loop has ended that filled it, beside what the lists before it hold."""
+    if op.type not in ("While", "StatelessWhile"):
+        return 0
+    body = _function(op, "body")
+    item = _item(body, place)
+    if item is None or any(_item(body, before) is item for before in range(place)):
+        return 0
+    return (item.shape.num_elements() or 0) * item.dtype.size * _rounds(op)
+
+
+def _item(body: Any, place: int) -> Any:
+    """The tensor with memory of its own that each round of a loop adds to the list `place`; None if there is none."""
+    made = _origin(body.outputs[place]).op
+    if made.type not in ("TensorListPushBack", "TensorListSetItem"):
+        return None
+    item = _origin(made.inputs[-1])
+    if item.op.type == "Placeholder":
+        # What the round before has made, or what is the same in all of them.
+        number = next(n for n, tensor in enumerate(body.inputs) if tensor is item)
+        before = _origin(body.outputs[number])
+        if before is item:
+            return None
+        item = before
+    return None if item.op.type in ("TensorListGetItem", "Const") else item
+
+
+def _origin(tensor: Any) -> Any:
+    """The tensor whose memory this one shows."""
+    while tensor.op.type in VIEWS and tensor.op.inputs:
+        tensor = tensor.op.inputs[min(tensor.value_index, len(tensor.op.inputs) - 1)]
+    return tensor
+
+
+def _rounds(op: Any) -> int:
+    """How often a loop runs at most, if its graph says so; else once."""
+    limit = op.inputs[1]
+    if limit.op.type == "Max":  # Keras's, of the lengths of sequences.
+        limit = limit.op.inputs[0]
+    value = tf.get_static_value(limit)
+    return 1 if value is None or not value.size else max(1, int(value.max()))
+
+
+def _inside(op: Any) -> int:
+    """What an operation holds while it runs: what its function holds, or a kernel known to need much."""
+    if op.type in CONVOLUTIONS:  # oneDNN's copy of the images.
+        return _size(op.inputs[0].op, 0, op.inputs[0])
+    if op.type == "MaxPoolGrad":  # The output once more, and the places of the maxima as int64.
+        return 3 * _size(op.inputs[1].op, 0, op.inputs[1])
+    most = max(map(peak_bytes, _functions(op)), default=0)
+    if op.type in ("While", "StatelessWhile"):
+        # So many rounds may be under way, as soon as what they need of each other is there.
+        return most * min(_rounds(op), op.get_attr("parallel_iterations"))
+    return most
+
+
+_BRANCHES = {
+    **dict.fromkeys(("While", "StatelessWhile"), ("body",)),
+    **dict.fromkeys(("If", "StatelessIf"), ("then_branch", "else_branch")),
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), ("f",)),
+}
+
+
+def _functions(op: Any) -> list[Any]:
+    return [_function(op, name) for name in _BRANCHES.get(op.type, ())]
+
+
+def _function(op: Any, attribute: str) -> Any:
+    name = op.get_attr(attribute).name
+    return op.graph._get_function(name).graph

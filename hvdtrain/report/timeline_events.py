@@ -1,0 +1,90 @@
+"""The events in a timeline of Horovod's, in the order of the file, however large and however it ends.
+
+Horovod writes one JSON array, most of it in one line, and may be killed in the middle of an event. So the file is read
+in pieces, and an event ends where its braces do. What is no event is counted and passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import EngineError, UsageError
+
+PIECE = 2**20
+"""Characters that are read at a time."""
+LONGEST = 2**16
+"""Characters of an event. Horovod's have some hundred, most of them the tensor's name."""
+MOST_DAMAGED = 1000
+"""Objects in a row that are no events: whatever this file is, reading on would be in vain."""
+
+
+class Events:
+    """The events of a file, each the object that Horovod wrote.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        damaged: places so far that hold no event, such as half of one.
+
+    Raises:
+        UsageError: while they are read: the file is not a timeline.
+        EngineError: while they are read: the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.damaged = 0
+        self._in_a_row = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            with self._path.open(encoding="utf-8", errors="replace") as file:
+                text = file.read(PIECE)
+                if not text.lstrip().startswith("["):
+                    raise self.refused(
+                        "empty: Horovod writes with the first operation"
+                        if not text.strip()
+                        else "not a timeline of Horovod, which is a JSON array of events"
+                    )
+                while text:
+                    more = file.read(PIECE)
+                    text = (yield from self._complete(text, not more)) + more
+        except OSError as error:
+            raise EngineError(f"{self._path} cannot be read: {error.strerror or error}") from error
+
+    def refused(self, why: str) -> UsageError:
+        """Return the error for a file that is no timeline."""
+        return UsageError(f"{self._path} is {why}")
+
+    def _complete(self, text: str, ends: bool) -> Generator[dict[str, Any], None, str]:
+        """Yield the events that are whole in `text`; return the rest, which may go on in the next piece."""
+        decode = json.JSONDecoder().raw_decode
+        place = text.find("{")
+        while place >= 0:
+            try:
+                found, after = decode(text, place)
+            except (ValueError, RecursionError):
+                if not ends and len(text) - place < LONGEST:
+                    return text[place:]
+                self._note_damaged()
+                place = text.find("{", place + 1)
+                continue
+            if "ph" in found:
+                self._in_a_row = 0
+                yield found
+            else:
+                self._note_damaged()
+            place = text.find("{", after)
+        return ""
+
+    def _note_damaged(self) -> None:
+        self.damaged += 1
+        self._in_a_row += 1
+        if self._in_a_row > MOST_DAMAGED:
+            raise self.refused(
+                f"not a timeline of Horovod: {MOST_DAMAGED:,} objects in a row are no events"
+            )
