@@ -33,10 +33,6 @@ IN_PLACE = {
 }  # fmt: skip
 """Operations that write into an input's memory if it is theirs alone."""
 
-CONVOLUTIONS = {
-    *("Conv2D", "Conv2DBackpropFilter", "Conv3D", "Conv3DBackpropFilterV2"),
-    *("DepthwiseConv2dNative", "DepthwiseConv2dNativeBackpropFilter"),
-}
 COSTLY = 2**14
 """Bytes of an operation's largest tensor."""
 
@@ -184,8 +180,6 @@ def _rounds(op: Any) -> int:
 
 def _inside(op: Any) -> int:
     """What an operation holds while it runs: what its function holds, or a kernel known to need much."""
-    if op.type in CONVOLUTIONS:  # oneDNN's copy of the images.
-        return _size(op.inputs[0].op, 0, op.inputs[0])
     if op.type == "MaxPoolGrad":  # The output once more, and the places of the maxima as int64.
         return 3 * _size(op.inputs[1].op, 0, op.inputs[1])
     most = max(map(peak_bytes, _functions(op)), default=0)

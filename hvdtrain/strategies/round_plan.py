@@ -16,7 +16,8 @@ class LocalSGD:
     """Each rank trains alone; after every so many steps the weights and the optimizer's state are averaged.
 
     McMahan et al. 2017 (arXiv:1602.05629), Stich 2019 (arXiv:1805.09767). A rank counts in the average by the examples
-    that it has trained on in the round. With SGD, also with momentum, `every=1` is synchronous training.
+    that it has trained on in the round. With SGD, also with momentum, `every=1` is synchronous training while
+    every rank has examples in each step.
 
     Args:
         every: number of steps in a round. A round also ends with the epoch.
