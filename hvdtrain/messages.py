@@ -1,9 +1,9 @@
-"""What the library says to its user, through the logger "hvdtrain".
+"""The logger "hvdtrain", through which the library sends messages to its user.
 
-Until a program sets up logging, messages stand on the terminal alone, without a level or a time: information on
-standard output, as Keras has it, the rest on standard error. Once the logger or one above it has a handler of the
-program's, messages go there and nowhere else. Warnings about the user's code are no messages: they are Python
-warnings, which point at a line (`hvdtrain.errors.warn_user`); `logging.captureWarnings` brings them here as well.
+Until a program configures logging, messages are printed as plain text: information on standard output, as in Keras,
+the rest on standard error. Once the logger or one of its ancestors has another handler, messages go only there.
+Warnings about the user's code are Python warnings, which point at a line (`hvdtrain.errors.warn_user`);
+`logging.captureWarnings` passes them on to logging as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAME = "hvdtrain"
 
 
 def logger() -> logging.Logger:
-    """The logger "hvdtrain", ready to be used. It passes on INFO unless the program has set another level."""
+    """Return the logger "hvdtrain", with level INFO unless the program has set another level."""
     found = logging.getLogger(NAME)
     if not any(isinstance(handler, _Terminal) for handler in found.handlers):
         found.addHandler(_Terminal())
@@ -25,7 +25,7 @@ def logger() -> logging.Logger:
 
 
 class _Terminal(logging.Handler):
-    """Prints what no handler of the program's takes. The streams are those of the moment: they may be redirected."""
+    """Prints records while the program has no handler for them; looks up the streams each time, as they may change."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not _has_other_handlers(logging.getLogger(NAME)):

@@ -1,9 +1,9 @@
-"""Training to the same quality over a slow link: bytes and time with `Trainer(sync=...)` and lossy compression.
+"""Measures the bytes and time to a given accuracy over a slow link, with `Trainer(sync=...)` and lossy compression.
 
-A network with two hidden layers learns scikit-learn's digits until its accuracy on images that it has not seen reaches
-the goal, asked after each epoch. Tracing and the first broadcast of the weights are over when the clock begins: one
-step with a learning rate of 0 and one evaluation come first. Bytes are those of the host's network cards, the loopback
-apart, with all headers, the epochs' metrics and the replicas' comparison.
+A network with two hidden layers trains on scikit-learn's digits until its validation accuracy, computed after each
+epoch, reaches the goal. A step with a learning rate of 0 and an evaluation run first, so that the time does not include
+tracing and the first broadcast of the weights. Bytes are those sent by the host's network interfaces except loopback,
+including all headers, the epochs' metrics and the comparison of replicas.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from hvdtrain.bench.measurement import Launch, report, run_measurement
 WAYS = ("dense", "power-sgd", "top-k", "local-sgd", "diloco", "diloco-int8")
 WIDTH, BATCH, MOST_EPOCHS = 512, 64, 60
 TRAINED = 22 * BATCH
-"""Images, of 1797; the others are for validation."""
+"""Number of training images; the rest of the 1797 are for validation."""
 
 
 @dataclass(frozen=True)
 class SlowTraining:
-    """What one way took to reach the goal.
+    """Cost of training to the goal with one method.
 
     Attributes:
-        way: of WAYS.
-        steps: trained.
-        seconds: of training, with the evaluations.
-        bytes: that the first host sent.
-        accuracy: in the end; below the goal where it was not reached in MOST_EPOCHS.
+        way: Method, one of WAYS.
+        steps: Number of steps trained.
+        seconds: Time of training, including the evaluations.
+        bytes: Number of bytes that the first host sent.
+        accuracy: Final validation accuracy; below the goal if MOST_EPOCHS did not reach it.
     """
 
     way: str
@@ -44,17 +44,17 @@ class SlowTraining:
 def measure_slow_link(
     ways: Sequence[str], every: int, goal: float, launch: Launch, ranks: int
 ) -> Iterator[SlowTraining]:
-    """Yield what each of `ways` took.
+    """Yield the cost of training to the goal with each method.
 
     Args:
-        ways: of WAYS.
-        every: steps in a round.
-        goal: accuracy on the validation images.
-        launch: see measurement.Launch; on several hosts.
-        ranks: on all hosts.
+        ways: Methods, of WAYS.
+        every: Number of steps in a round.
+        goal: Validation accuracy to reach.
+        launch: How to start the ranks, on several hosts; see measurement.Launch.
+        ranks: Number of ranks over all hosts.
 
     Raises:
-        EngineError: a measurement failed.
+        EngineError: If a measurement fails.
     """
     for way in ways:
         options = {"way": way, "every": every, "goal": goal}
@@ -62,7 +62,7 @@ def measure_slow_link(
 
 
 def train_digits(way: str, every: int, goal: float) -> dict[str, Any] | None:
-    """Train; rank 0 returns the fields of SlowTraining without the way."""
+    """Train with one method; return the fields of SlowTraining except `way` on rank 0, None on others."""
     import keras
     import numpy as np
     from sklearn.datasets import load_digits
@@ -86,7 +86,7 @@ def train_digits(way: str, every: int, goal: float) -> dict[str, Any] | None:
     sync = syncs.get(way)
     optimizer = keras.optimizers.SGD(0.0, momentum=0.9)
 
-    def network() -> keras.Model:  # Made here, all ways begin with the same weights.
+    def network() -> keras.Model:  # All methods begin with the same weights.
         hidden = [keras.layers.Dense(WIDTH, "relu") for _ in range(2)]
         return keras.Sequential([keras.layers.Input([64]), *hidden, keras.layers.Dense(10)])
 
@@ -124,7 +124,7 @@ def train_digits(way: str, every: int, goal: float) -> dict[str, Any] | None:
 
 
 def _sent() -> int:
-    """Bytes that this host has sent to others."""
+    """Return the number of bytes that this host has sent to others."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     cards = (line.split(":") for line in lines)
     return sum(int(counts.split()[8]) for name, counts in cards if name.strip() != "lo")

@@ -1,4 +1,4 @@
-"""`hvdtrain estimate`: what a training will need, before it runs."""
+"""`hvdtrain estimate`: estimate the memory and traffic of a training before it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.errors import EngineError
 from hvdtrain.rank_variables import is_rank_variable
 
 TOO_LOW = 1.1
-"""Measured peaks are above their estimates by less; see docs/estimate.md."""
+"""Upper bound of the ratio of measured peaks to their estimates; see docs/estimate.md."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -50,13 +50,17 @@ def estimate(
 
 
 def _run(np: int, per_host: int, script: Path, arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Return the report; end with the program's exit code if there is none, for it has said why."""
+    """Return the report of the planned fit; if it wrote none, exit with its exit code, as it has printed why.
+
+    Raises:
+        EngineError: If a signal ended the planned fit.
+    """
     environ = {name: value for name, value in os.environ.items() if not is_rank_variable(name)}
     with tempfile.TemporaryDirectory(prefix="hvdtrain-estimate-") as folder:
         report = Path(folder, "report.json")
         module = "hvdtrain.estimate.planned_fit"
         words = [str(np), str(per_host), str(report), str(script), *arguments]
-        # What the script prints is not part of the answer.
+        # Keep the script's output out of the report on standard output.
         done = subprocess.run(
             [sys.executable, "-P", "-m", module, *words],
             env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ},
@@ -95,5 +99,5 @@ def _lines(found: Mapping[str, Any], np: int, per_host: int) -> Iterator[str]:
 
 
 def _host_memory() -> int:
-    """Bytes of main memory."""
+    """Return the size of main memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""`hvdtrain timeline`: what Horovod's timeline tells."""
+"""`hvdtrain timeline`: summarise Horovod's timeline."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _table(summary: Summary) -> Iterator[str]:
 
 
 def _short(name: str) -> str:
-    """The end of a name, which tells tensors apart, without characters that move the cursor."""
+    """Return the end of a name, which distinguishes tensors, with "?" for unprintable characters."""
     shown = "".join(c if c.isprintable() else "?" for c in name[-2 * _LONGEST_NAME :])
     return shown if len(shown) <= _LONGEST_NAME else f"...{shown[3 - _LONGEST_NAME :]}"
 

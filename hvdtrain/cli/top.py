@@ -45,7 +45,7 @@ def top(run_dir: Path, once: bool) -> None:
             if not follows:
                 click.echo("\n".join(line.text for line in lines))
                 return
-            # Not through Click, which takes out all codes where there are to be no colours.
+            # Not click.echo, which strips the cursor's codes as well when colours are off.
             sys.stdout.write(region.draw(lines, look.columns))
             sys.stdout.flush()
             if run.end:

@@ -1,9 +1,9 @@
-"""Gradient compression: none, float16 or bfloat16 on the wire.
+"""Gradient compression: none, float16 or bfloat16 on the wire, and sums over ranks in bfloat16 or int8.
 
 float16 is Horovod's own. Horovod 0.28.1 has no bfloat16, so a bfloat16 reduction uses two collectives that only move
-bits: an alltoall brings every rank its part of the tensor from all ranks, the rank adds the parts in float32, and an
+bits: an alltoall sends each rank its part of the tensor from all ranks, the rank adds the parts in float32, and an
 allgather distributes the sums, again in bfloat16. The traffic is that of a ring allreduce in 16 bits, with the range
-of float32 (float16 overflows above 65504) and additions in float32.
+of float32 (float16 overflows above 65504) and float32 accumulation.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.error_feedback import PowerSGD, TopK
 
 BF16_MIN_ELEMENTS = 16 * 1024
-"""Size below which a tensor travels as float32: latency dominates, and Horovod does not fuse alltoalls."""
+"""Number of elements below which a tensor is sent in float32: latency dominates; Horovod does not fuse alltoalls."""
 INT8_BLOCK = 256
-"""Elements that share a scale, which adds 4 bytes to their 256."""
+"""Number of int8 elements that share one float32 scale: 260 bytes for each block."""
 
 
 class BF16Compressor(Compressor):
@@ -77,10 +77,15 @@ def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: float = 
 
 
 def int8_sum(tensor: tf.Tensor, name: str, ranks: Communicator) -> tf.Tensor:
-    """Return the sum of `tensor` (floating, of a static shape) over the ranks.
+    """Return the sum of `tensor` over the ranks, sent as int8. A collective.
 
-    Each rank's input and the sum are rounded once, in blocks of INT8_BLOCK numbers, to multiples of a 127th of the
-    block's largest magnitude. They travel as in `bf16_sum`. A rank alone rounds nothing.
+    Each rank's input and the sum are rounded once, in blocks of INT8_BLOCK numbers, to multiples of the block's
+    largest magnitude / 127. The collectives are those of `bf16_sum`. With one rank, nothing is rounded.
+
+    Args:
+        tensor: Floating-point tensor of static shape; the shape is the same on every rank.
+        name: First part of the collectives' names.
+        ranks: Ranks to sum over.
     """
     size = ranks.size()
     if size == 1:
@@ -98,7 +103,7 @@ def int8_sum(tensor: tf.Tensor, name: str, ranks: Communicator) -> tf.Tensor:
 
 
 def _to_int8(blocks: tf.Tensor) -> tf.Tensor:
-    """Return (blocks, numbers) as int8, each block's scale behind its numbers."""
+    """Quantize float32 `blocks` (blocks, INT8_BLOCK) to int8 (blocks, INT8_BLOCK + 4); each scale follows its block."""
     scales = tf.reduce_max(tf.abs(blocks), axis=1, keepdims=True) / 127.0
     levels = tf.cast(tf.round(tf.math.divide_no_nan(blocks, scales)), tf.int8)
     return tf.concat([levels, tf.reshape(tf.bitcast(scales, tf.int8), [-1, 4])], axis=1)

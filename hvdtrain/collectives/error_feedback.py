@@ -1,11 +1,11 @@
-"""Gradients that lose something on the wire and make up for it: PowerSGD and top-k, with error feedback.
+"""Lossy gradient compression with error feedback: PowerSGD and top-k.
 
-Error feedback (Seide et al. 2014, Karimireddy et al. 2019, arXiv:1901.09847): what a rank does not send of a gradient
-it adds to the next one, so that in time all of it arrives. With d_r, the gradient of rank r plus its error, c(d_r) is
-sent, all ranks receive the sum (or mean) of the c(d_r), and the next error is d_r - c(d_r).
+Error feedback (Seide et al. 2014, Karimireddy et al. 2019, arXiv:1901.09847): a rank adds the part of a gradient that
+it did not send to the next gradient, so that all of it arrives in time. Let d_r be the gradient of rank r plus its
+error. The rank sends c(d_r), all ranks receive the sum (or mean) of the c(d_r), and the next error is d_r - c(d_r).
 
-The errors are variables of the reducer of a DistributedOptimizer, made when it is built: each rank has its own, a
-checkpoint keeps them, and files for plain Keras do not.
+The errors are variables of a DistributedOptimizer's reducer, created when it is built. They differ between ranks;
+checkpoints include them, files for plain Keras do not.
 """
 
 from __future__ import annotations
@@ -23,35 +23,36 @@ from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.variables import tf_variable
 
 MIN_ELEMENTS = 1024
-"""Smaller gradients travel whole: their time is latency."""
+"""Number of elements below which a gradient is sent uncompressed: latency dominates."""
 
 
 class Lossy(ABC):
-    """A compression that loses something."""
+    """Lossy compression with error feedback, for a DistributedOptimizer."""
 
     @abstractmethod
     def memory(self, variable: Any, number: int) -> Memory | None:
-        """Return what compresses the gradients of `variable`; None: they travel whole.
+        """Return the compressor of the gradients of `variable`; None: they are sent uncompressed.
 
         Args:
-            variable: Keras or tf.Variable.
-            number: of the variable, the same on all ranks.
+            variable: Keras variable or tf.Variable.
+            number: Number of the variable, the same on all ranks.
         """
 
 
 @dataclass(frozen=True)
 class PowerSGD(Lossy):
-    """Send two thin matrices in place of a gradient: Vogels et al. 2019 (arXiv:1905.13727).
+    """Low-rank compression of gradients: Vogels et al. 2019 (arXiv:1905.13727).
 
-    A gradient of n x m numbers (of a convolution: all dimensions but the last are n) travels as rank * (n + m). Those
-    for which that is more than half of n * m, and vectors, travel whole. One step of the power iteration, from the
-    last step's result.
+    Sends two factors, rank * (n + m) numbers, in place of a gradient viewed as an n x m matrix, where m is the
+    variable's last dimension. Vectors, gradients of fewer than MIN_ELEMENTS elements, and those whose factors have more
+    than half as many numbers are sent uncompressed. Each step runs one power iteration, starting from the last step's
+    result.
 
     Args:
-        rank: columns of the matrices.
+        rank: Rank of the approximation: the number of columns of each factor.
 
     Raises:
-        UsageError: `rank` is not a positive integer.
+        UsageError: If `rank` is not a positive integer.
     """
 
     rank: int = 4
@@ -68,15 +69,16 @@ class PowerSGD(Lossy):
 
 @dataclass(frozen=True)
 class TopK(Lossy):
-    """Send the largest numbers of each gradient, with their places: Aji and Heafield 2017 (arXiv:1704.05021).
+    """Sparsification: sends the elements of largest magnitude, and their indices, of each gradient.
 
-    Every rank receives those of all ranks: 8 bytes for each, times the number of ranks.
+    Aji and Heafield 2017 (arXiv:1704.05021). Every rank receives the elements of all ranks, 8 bytes each, so traffic
+    grows with the number of ranks. Gradients of fewer than MIN_ELEMENTS elements are sent uncompressed.
 
     Args:
-        fraction: of the numbers to send, above 0, at most 1.
+        fraction: Fraction of each gradient's elements to send, above 0 and at most 1.
 
     Raises:
-        UsageError: `fraction` is out of range.
+        UsageError: If `fraction` is out of range.
     """
 
     fraction: float = 0.01
@@ -90,11 +92,11 @@ class TopK(Lossy):
 
 
 class Memory(ABC):
-    """What one variable's gradients have left on this rank.
+    """Compressor of one variable's gradients, with this rank's error.
 
     Attributes:
-        error: float32, of the variable's number of elements.
-        shared: further variables, the same on all ranks.
+        error: Part of past gradients that was not sent yet; float32 of shape (elements of the variable,).
+        shared: Further variables, equal on all ranks.
     """
 
     def __init__(self, variable: Any) -> None:
@@ -108,7 +110,7 @@ class Memory(ABC):
         """Return the gradients of all ranks, combined by `op` (Average or Sum), times `factor`. A collective."""
         whole = tf.reshape(tf.cast(gradient, tf.float32), [-1]) + self.error
         total, sent, shared = self._exchanged(whole, name, ranks, op)
-        # A gradient of nan, whose step on_nan may skip, must not stay.
+        # on_nan may skip a step whose gradient is nan: keep it out of the error.
         fine = tf.reduce_all(tf.math.is_finite(total))
         targets, values = [self.error, *self.shared], [whole - sent, *shared]
         kept = [
@@ -122,11 +124,11 @@ class Memory(ABC):
     def _exchanged(
         self, whole: tf.Tensor, name: str, ranks: Communicator, op: Any
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-        """Return the combined gradient, what of it this rank has sent, and values for `shared`."""
+        """Return the combined gradient, the part that this rank sent, and new values for `shared`."""
 
 
 class _LowRank(Memory):
-    """Algorithm 1 of the paper, within its algorithm 2."""
+    """PowerSGD: algorithm 1 of the paper, within its algorithm 2."""
 
     def __init__(self, variable: Any, rank: int, number: int) -> None:
         super().__init__(variable)
@@ -162,7 +164,7 @@ class _Largest(Memory):
         size = ranks.size()
         values = ranks.allgather(tf.gather(whole, places), f"{name}_values")
         everywhere = ranks.allgather(places, f"{name}_places")
-        # One after the other: the same order, and so the same bits, on all ranks.
+        # Add in the order of ranks, so that the sum is bitwise equal on all of them.
         total = tf.zeros_like(whole)
         for of_rank, theirs in zip(tf.split(values, size), tf.split(everywhere, size), strict=True):
             total = tf.tensor_scatter_nd_add(total, theirs[:, tf.newaxis], of_rank)
@@ -171,7 +173,7 @@ class _Largest(Memory):
 
 
 def refuse_lossy(compression: Any, where: str) -> None:
-    """Raise UsageError for a compression that only a DistributedOptimizer can have."""
+    """Raise UsageError if `compression` works only with a DistributedOptimizer."""
     if isinstance(compression, Lossy):
         raise UsageError(
             f"{where}: compression={compression!r} remembers what it has not sent, and so works only with "

@@ -1,1 +1,1 @@
-"""What a training needs before it runs: memory of each rank, bytes on the wire."""
+"""Estimates the memory of each rank and its traffic in a step, before a training runs."""

@@ -1,7 +1,7 @@
-"""Horovod as the script of rank 0 sees it in a job of N ranks, in one process that has nobody to talk to.
+"""A stand-in for Horovod that lets one process act as rank 0 of a job of N ranks, without communication.
 
-Every value of another rank is taken to be like this rank's own. Inside a tf.function a collective is an operation
-whose name says so, and it is noted: what a step sends is known once it is traced.
+The values of other ranks are assumed to equal this rank's. Inside a tf.function, a collective becomes an operation
+with a recognisable name and is recorded, so that tracing a step shows what it sends.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import tensorflow as tf
 from horovod.common import process_sets
 
 COLLECTIVE = "planned_collective"
-"""In the names of operations that stand for collectives: their output has memory of its own, as Horovod's has."""
+"""Name of the operations that represent collectives; they have their own output memory, as Horovod's do."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What this rank gives to a collective in a tf.function.
+    """This rank's input to a collective in a tf.function.
 
     Attributes:
-        kind: allreduce, reducescatter, allgather, broadcast or alltoall.
-        bytes: None: not known before the step runs.
-        ranks: that take part.
+        kind: "allreduce", "reducescatter", "allgather", "broadcast" or "alltoall".
+        bytes: Size of the input in bytes; None if its static shape is not known.
+        ranks: Number of ranks that take part.
     """
 
     kind: str
@@ -34,21 +34,24 @@ class Message:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that this rank sends, in a ring (Patarasuk and Yuan 2009): 2 (N - 1) / N for an allreduce."""
+        """Number of bytes that this rank sends; an allreduce of B bytes sends 2 (N - 1) / N * B in a ring.
+
+        Patarasuk and Yuan 2009. An input of unknown size counts as 0 bytes.
+        """
         size, n = self.bytes or 0, self.ranks
         factors = {"allreduce": 2 * (n - 1) / n, "allgather": n - 1.0, "broadcast": 1.0}
         return size * factors.get(self.kind, (n - 1) / n)
 
 
 class PlannedEngine:
-    """Takes the place of Horovod's functions; `install` before anything else of hvdtrain is imported.
+    """Replaces Horovod's functions; call `install` before anything else of hvdtrain is imported.
 
     Args:
-        ranks: of the job.
-        ranks_per_host: of them, on this rank's host.
+        ranks: Number of ranks in the job.
+        ranks_per_host: Number of ranks on each host.
 
     Attributes:
-        messages: of the functions that have been traced since it was cleared.
+        messages: Collectives traced since the list was cleared.
     """
 
     def __init__(self, ranks: int, ranks_per_host: int) -> None:
@@ -59,7 +62,7 @@ class PlannedEngine:
         self.messages: list[Message] = []
 
     def install(self) -> None:
-        """Let horovod.tensorflow, and its process sets, be this."""
+        """Replace the functions of horovod.tensorflow and the backend of its process sets."""
         constants = {
             "init": self.init,
             "shutdown": lambda: None,
@@ -81,7 +84,7 @@ class PlannedEngine:
             setattr(hvd, name, planned)
         process_sets._setup(self)
 
-    # What Horovod's process sets ask.
+    # Backend of Horovod's process sets.
 
     def _process_set_size(self, number: int) -> int:
         return len(self._sets[number])
@@ -93,13 +96,13 @@ class PlannedEngine:
         return dict(self._sets)
 
     def rank(self) -> int:
-        """This rank's number: 0 has the largest share of a batch that does not divide evenly."""
+        """Return 0, the rank with the largest share of a batch that does not divide evenly."""
         return 0
 
-    # What scripts and hvdtrain call.
+    # Functions that scripts and hvdtrain call.
 
     def init(self, *args: Any, process_sets: Sequence[Any] = (), **kwargs: Any) -> None:
-        """Know these process sets."""
+        """Register `process_sets`; other arguments are ignored."""
         self._runs = True
         hvd.global_process_set.ranks = list(self._sets[0])
         for one in process_sets:
@@ -115,7 +118,10 @@ class PlannedEngine:
         process_set: Any = hvd.global_process_set,
         **others: Any,
     ) -> tf.Tensor:
-        """Return the sum, mean or other of N equal tensors."""
+        """Return the reduction of N equal tensors: N times `tensor` for Sum, `tensor` for any other `op`; scaled.
+
+        In a tf.function, the result has only the right shape and dtype.
+        """
         ranks = process_set.size()
         tensor = tf.convert_to_tensor(tensor)
         if not tf.executing_eagerly():
@@ -125,13 +131,13 @@ class PlannedEngine:
         return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
 
     def grouped_allreduce(self, tensors: Sequence[Any], **how: Any) -> list[tf.Tensor]:
-        """Return what `allreduce` does of each."""
+        """Return the allreduce of each of `tensors`."""
         return [self.allreduce(tensor, **how) for tensor in tensors]
 
     def reducescatter(
         self, tensor: Any, process_set: Any = hvd.global_process_set, **others: Any
     ) -> tf.Tensor:
-        """Return the first part of N."""
+        """Return this rank's part of `tensor`, the first of N along the first dimension."""
         ranks = process_set.size()
         self._note("reducescatter", tensor, ranks)
         rows = -(-tf.shape(tensor)[0] // ranks)
@@ -142,7 +148,7 @@ class PlannedEngine:
     def allgather(
         self, tensor: Any, process_set: Any = hvd.global_process_set, **others: Any
     ) -> tf.Tensor:
-        """Return N times the same; how many rows that is, is not known in a graph, as with Horovod."""
+        """Return N copies of `tensor`, concatenated; as with Horovod, the number of rows is not static in a graph."""
         ranks = process_set.size()
         tensor = tf.convert_to_tensor(tensor)
         self._note("allgather", tensor, ranks)
@@ -154,7 +160,7 @@ class PlannedEngine:
     def broadcast(
         self, tensor: Any, root_rank: int, process_set: Any = hvd.global_process_set, **others: Any
     ) -> tf.Tensor:
-        """Return the tensor."""
+        """Return `tensor`."""
         tensor = tf.convert_to_tensor(tensor)
         self._note("broadcast", tensor, process_set.size())
         return tf.identity(tensor, name=COLLECTIVE)
@@ -166,7 +172,7 @@ class PlannedEngine:
         process_set: Any = hvd.global_process_set,
         **others: Any,
     ) -> Any:
-        """Return as many rows as are sent."""
+        """Return `tensor`, as if as many rows were received as sent; also `splits` if given."""
         self._note("alltoall", tensor, process_set.size())
         found = tf.identity(tensor, name=COLLECTIVE)
         return found if splits is None else (found, splits)

@@ -2,7 +2,7 @@
 
     python -m hvdtrain.estimate.planned_fit RANKS RANKS_PER_HOST REPORT SCRIPT [ARGUMENTS]...
 
-The model and its optimizer are made, the training step is traced, and nothing is trained.
+It creates the model and its optimizer and traces the training step, but trains nothing.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from hvdtrain.trainer.loop import FitPlan, Loop
 
 DEFAULT_FUSION = 128 * 2**20
-"""Horovod's."""
+"""Default size of Horovod's fusion buffer in bytes."""
 SHARES_AHEAD = 2
-"""Shares of the data that wait beside the one that is trained on."""
+"""Number of shares of the data that are prefetched, in addition to the one in use."""
 
 BYTES_PER_OPERATION = 16_000
-"""Of the step's graph, in Python, in TensorFlow and in the executor."""
+"""Memory of an operation in the step's graph, in Python, in TensorFlow and in its executor."""
 
 
 class _Found(BaseException):
-    """The estimate is there: the script ends here, whatever it catches."""
+    """Ends the script when the estimate is written; a BaseException, so that `except Exception` does not catch it."""
 
 
 def main() -> None:
-    """Run the script; leave with 0 if the report is written."""
+    """Run the script up to its first fit; exit with another code than 0 if no report is written."""
     ranks, per_host, report, script = sys.argv[1:5]
     sys.argv = sys.argv[4:]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    # As a launcher says it; and before anything of hvdtrain has asked Horovod.
+    # As set by a launcher; must precede any import of hvdtrain that reads it.
     place = {"RANK": "0", "SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_SIZE": per_host}
     os.environ.update({f"HOROVOD_{name}": value for name, value in place.items()})
     from hvdtrain.estimate.planned_engine import PlannedEngine
@@ -86,7 +86,7 @@ def _stop_at_fit(engine: PlannedEngine, report: Path) -> None:
 
 
 def refuse_pipeline(*args: Any) -> NoReturn:
-    """Take the place of what runs a pipeline."""
+    """Replace the runner of pipelines: raise UsageError."""
     raise UsageError(
         "A pipeline cannot be estimated: its stages differ, and none has one graph for its step. Estimate the model "
         "without it: a stage has its layers' part of weights, gradients and state"
@@ -94,7 +94,11 @@ def refuse_pipeline(*args: Any) -> NoReturn:
 
 
 def _estimate(loop: Loop, plan: FitPlan, engine: PlannedEngine) -> dict[str, Any]:
-    """Return bytes on this rank, and what it sends in a step."""
+    """Return this rank's memory and the traffic of its training step, in bytes, as JSON types.
+
+    Raises:
+        UsageError: If the step is not one graph on each rank, or runs eagerly.
+    """
     import tensorflow as tf
 
     from hvdtrain.data import split
@@ -155,14 +159,14 @@ def _bytes(variables: Any) -> int:
 
 
 def _fusion(sizes: list[int]) -> int:
-    """What Horovod's buffer takes if all small tensors of a step are ready at the same time, which is the most."""
+    """Return the largest use of Horovod's fusion buffer in bytes: all small tensors of a step are ready at once."""
     limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", DEFAULT_FUSION))
     fused = [size for size in sizes if size < limit]
     return min(limit, sum(fused)) if len(fused) > 1 else 0
 
 
 def _resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 

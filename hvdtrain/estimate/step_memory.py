@@ -1,11 +1,10 @@
-"""The peak of what a traced step holds beside its variables: activations, gradients, temporary values.
+"""Estimates the peak memory of a traced step in addition to its variables: activations, gradients, temporary values.
 
-The graph is walked as TensorFlow's executor does: an operation runs when its inputs are there, in the order in which
-that happens, and a tensor lives until its last consumer has run. Operations on single elements write into the memory
-of an input that nobody else needs; others that only look at a tensor in another way have none of their own. Known
-shapes are needed: the step is traced with the number of examples of the share.
+The graph is walked in the order of TensorFlow's executor: an operation runs when its inputs are ready, and a tensor
+lives until its last consumer has run. Elementwise operations reuse the memory of an input that has no other consumer;
+views of a tensor have no memory of their own. The step must be traced with static shapes.
 
-What other kernels hold while they run, and how an allocator rounds, is not in the graph.
+Not included: the workspace of most kernels, and the allocator's rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ VIEWS = {
     *("PreventGradient", "ReadVariableOp", "CheckNumerics", "Snapshot", "NoOp", "Placeholder", "VarHandleOp"),
     *("Assert", "Shape", "Const", "PlaceholderWithDefault"),
 }  # fmt: skip
-"""Operations whose outputs are their inputs' memory, or small."""
+"""Operations whose outputs share their inputs' memory, or are small."""
 IN_PLACE = {
     *("Add", "AddV2", "AddN", "Sub", "Mul", "MulNoNan", "RealDiv", "DivNoNan", "Maximum", "Minimum", "Neg", "Square"),
     *("Sqrt", "Rsqrt", "Exp", "Log", "Log1p", "Pow", "Tanh", "TanhGrad", "Sigmoid", "SigmoidGrad", "Relu", "ReluGrad"),
@@ -31,19 +30,19 @@ IN_PLACE = {
     *("Softmax", "LogSoftmax", "SquaredDifference", "Abs", "SelectV2", "Reciprocal", "Softplus", "SoftplusGrad"),
     *("RsqrtGrad", "SqrtGrad", "Floor", "Round", "ClipByValue", "ZerosLike", "OnesLike"),
 }  # fmt: skip
-"""Operations that write into an input's memory if it is theirs alone."""
+"""Operations that reuse the memory of an input without other consumers."""
 
 COSTLY = 2**14
-"""Bytes of an operation's largest tensor."""
+"""Size in bytes of an operation's largest tensor above which the executor treats it as expensive."""
 
 
 @dataclass
 class _Buffer:
-    """Memory that one tensor or several views of it use.
+    """Memory of a tensor and its views.
 
     Attributes:
-        size: in bytes.
-        users: operations that have not run yet.
+        size: Size in bytes.
+        users: Number of consumers that have not run yet.
     """
 
     size: int
@@ -51,12 +50,12 @@ class _Buffer:
 
 
 def peak_bytes(graph: Any) -> int:
-    """Return the most bytes that tensors of a tf.function's graph take at a time, its inputs left out."""
+    """Return the peak memory of the tensors in a tf.function's graph in bytes, without its inputs."""
     return _Walk(graph).peak
 
 
 def count_operations(graph: Any) -> int:
-    """Return the number of operations of a tf.function's graph, those of its loops and branches included."""
+    """Return the number of operations in a tf.function's graph, including those of its loops, branches and calls."""
     return sum(
         1 + sum(count_operations(inner) for inner in _functions(op))
         for op in graph.get_operations()
@@ -64,6 +63,12 @@ def count_operations(graph: Any) -> int:
 
 
 class _Walk:
+    """Simulation of the executor on a graph.
+
+    Attributes:
+        peak: Peak memory of the graph's tensors in bytes.
+    """
+
     def __init__(self, graph: Any) -> None:
         self.peak = 0
         self._now = 0
@@ -76,7 +81,7 @@ class _Walk:
                 followers[tensor.op].append(op)
             for before in op.control_inputs:
                 followers[before].append(op)
-        # As the executor does on one thread: what is cheap runs at once, in turn; of what is not, the latest first.
+        # As the executor on one thread: cheap operations run at once, in order; of expensive ones, the latest first.
         at_once = deque(op for op in operations if not waits[op])
         later: list[Any] = []
         while at_once or later:
@@ -119,7 +124,7 @@ class _Walk:
 
 
 def _is_costly(op: Any) -> bool:
-    """Whether TensorFlow leaves it to its threads: it measures the cycles of each kernel, some per byte."""
+    """Whether the executor passes the operation to its thread pool: it measures kernels, whose cost grows with size."""
     if op.type in VIEWS and COLLECTIVE not in op.name:
         return False
     return (
@@ -136,7 +141,7 @@ def _size(op: Any, place: int, tensor: Any) -> int:
 
 
 def _list_bytes(op: Any, place: int) -> int:
-    """What a list of tensors holds when the loop has ended that filled it, beside what the lists before it hold."""
+    """Return the bytes of a TensorList output of a loop; 0 if an earlier list of the loop holds the same tensors."""
     if op.type not in ("While", "StatelessWhile"):
         return 0
     body = _function(op, "body")
@@ -147,13 +152,13 @@ def _list_bytes(op: Any, place: int) -> int:
 
 
 def _item(body: Any, place: int) -> Any:
-    """The tensor with memory of its own that each round of a loop adds to the list `place`; None if there is none."""
+    """Return the tensor that each iteration of a loop adds to its list `place`; None if it takes no new memory."""
     made = _origin(body.outputs[place]).op
     if made.type not in ("TensorListPushBack", "TensorListSetItem"):
         return None
     item = _origin(made.inputs[-1])
     if item.op.type == "Placeholder":
-        # What the round before has made, or what is the same in all of them.
+        # Made by the iteration before, or the same in all iterations.
         number = next(n for n, tensor in enumerate(body.inputs) if tensor is item)
         before = _origin(body.outputs[number])
         if before is item:
@@ -163,28 +168,28 @@ def _item(body: Any, place: int) -> Any:
 
 
 def _origin(tensor: Any) -> Any:
-    """The tensor whose memory this one shows."""
+    """Return the tensor whose memory `tensor` is a view of."""
     while tensor.op.type in VIEWS and tensor.op.inputs:
         tensor = tensor.op.inputs[min(tensor.value_index, len(tensor.op.inputs) - 1)]
     return tensor
 
 
 def _rounds(op: Any) -> int:
-    """How often a loop runs at most, if its graph says so; else once."""
+    """Return the maximum number of iterations of a loop; 1 if it is not static."""
     limit = op.inputs[1]
-    if limit.op.type == "Max":  # Keras's, of the lengths of sequences.
+    if limit.op.type == "Max":  # Keras's RNN loop: the maximum sequence length.
         limit = limit.op.inputs[0]
     value = tf.get_static_value(limit)
     return 1 if value is None or not value.size else max(1, int(value.max()))
 
 
 def _inside(op: Any) -> int:
-    """What an operation holds while it runs: what its function holds, or a kernel known to need much."""
-    if op.type == "MaxPoolGrad":  # The output once more, and the places of the maxima as int64.
+    """Return the temporary memory of an operation: the peak of its functions, or a kernel's known workspace."""
+    if op.type == "MaxPoolGrad":  # A copy of the output, and the indices of the maxima as int64.
         return 3 * _size(op.inputs[1].op, 0, op.inputs[1])
     most = max(map(peak_bytes, _functions(op)), default=0)
     if op.type in ("While", "StatelessWhile"):
-        # So many rounds may be under way, as soon as what they need of each other is there.
+        # Up to so many iterations run at once, as their dependencies allow.
         return most * min(_rounds(op), op.get_attr("parallel_iterations"))
     return most
 

@@ -93,8 +93,8 @@ def init(*args: Any, **kwargs: Any) -> None:
         kwargs: Keyword arguments of Horovod's init.
 
     Raises:
-        EngineError: Horovod is not installed or does not load.
-        UsageError: HVDTRAIN_HANG_TIMEOUT is invalid.
+        EngineError: If Horovod is not installed or does not load.
+        UsageError: If HVDTRAIN_HANG_TIMEOUT is invalid.
     """
     start_horovod(*args, **kwargs)
     prepare_keras()
@@ -118,7 +118,7 @@ def allreduce(
     Args:
         value: A number, array, tensor, variable or tf.IndexedSlices, of the same shape and dtype on every rank.
         name: Name of the collective. Pass a different one to each if tf.functions that use collectives call each other.
-        average: Older form of `op`: True for Average, False for Sum.
+        average: Deprecated form of `op`: True for Average, False for Sum.
         prescale_factor: Factor for the value, before the reduction.
         postscale_factor: Factor for the result.
         op: Average (default), Sum, Min, Max, Product or Adasum.
@@ -128,7 +128,8 @@ def allreduce(
         process_set: Ranks that take part. Default: all.
 
     Raises:
-        UsageError: `Compression.bf16` or IndexedSlices do not support this `op`.
+        UsageError: If `Compression.bf16` or IndexedSlices do not support this `op`, or `compression` needs a
+            DistributedOptimizer.
     """
     call = _call(
         "allreduce",
@@ -169,7 +170,7 @@ def grouped_allreduce(
         ignore_name_scope: For compatibility with Horovod; names never include scopes here.
 
     Raises:
-        UsageError: `Compression.bf16` or IndexedSlices do not support this `op`.
+        UsageError: As in allreduce.
     """
     del ignore_name_scope
     call = _call(
@@ -205,7 +206,7 @@ def allgather(
         process_set: Ranks that take part. Default: all.
 
     Raises:
-        UsageError: `value` is a scalar.
+        UsageError: If `value` is a scalar.
     """
     tensor = _with_dimensions(_tensor(value), "allgather")
     return differentiable.allgather([tensor], _call("allgather", name, process_set))[0]
@@ -226,7 +227,7 @@ def grouped_allgather(
         process_set: Ranks that take part. Default: all.
 
     Raises:
-        UsageError: One of `tensors` is a scalar.
+        UsageError: If one of `tensors` is a scalar.
     """
     del ignore_name_scope
     values = [_with_dimensions(_tensor(t), "grouped_allgather") for t in tensors]
@@ -270,7 +271,7 @@ def alltoall(
         The rows received; with `splits`, also the number of rows from each rank, int32 of shape (ranks,).
 
     Raises:
-        UsageError: `tensor` is a scalar; without `splits`, the number of rows is not a multiple of the ranks.
+        UsageError: If `tensor` is a scalar, or the number of rows is no multiple of that of ranks and `splits` is None.
     """
     del ignore_name_scope
     call = _call("alltoall", name, process_set)
@@ -312,7 +313,7 @@ def reducescatter(
         postscale_factor: Factor for the result.
 
     Raises:
-        UsageError: `value` is a scalar; `op` or `compression` is not supported.
+        UsageError: If `value` is a scalar, or `op` or `compression` is not supported.
     """
     tensor = _with_dimensions(_tensor(value), "reducescatter")
     call = _call(
@@ -345,7 +346,7 @@ def grouped_reducescatter(
         tensors: Arrays, tensors or variables of at least one dimension; the same shapes on every rank.
 
     Raises:
-        UsageError: One of `tensors` is a scalar; `op` or `compression` is not supported.
+        UsageError: If one of `tensors` is a scalar, or `op` or `compression` is not supported.
     """
     values = [_with_dimensions(_tensor(t), "grouped_reducescatter") for t in tensors]
     call = _call(
@@ -371,7 +372,7 @@ def join() -> tf.Tensor:
         The rank that joined last, int32.
 
     Raises:
-        UsageError: The call is inside a tf.function.
+        UsageError: If it is called inside a tf.function.
     """
     if not tf.executing_eagerly():
         raise UsageError("join: call it outside tf.function, between two steps")
@@ -388,13 +389,13 @@ def broadcast_object(
     """Return the `obj` of rank `root_rank` on every rank, exactly as it was.
 
     Args:
-        obj: None, bool, int, float, str, bytes, NumPy arrays and scalars, and lists, tuples, sets and dicts of these.
+        obj: Object made of None, bool, int, float, str, bytes, NumPy arrays and scalars, lists, tuples, sets and dicts.
         root_rank: Rank that sends its object, as numbered in the job; part of the process set.
         name: Name of the collective.
         process_set: Ranks that take part. Default: all.
 
     Raises:
-        UsageError: On all ranks: `obj` holds anything else, or the root is not in the process set.
+        UsageError: On all ranks, if `obj` holds anything else, or the root is not in the process set.
     """
     ranks = ranks_of(process_set)
     if root_rank not in ranks.ranks:
@@ -413,7 +414,7 @@ def allgather_object(
     Other arguments as in broadcast_object.
 
     Raises:
-        UsageError: On all ranks: an `obj` holds anything that broadcast_object does not accept.
+        UsageError: On all ranks, if an `obj` holds anything that broadcast_object does not accept.
     """
     return ranks_of(process_set).exchange(obj, f"object_{name or ''}")
 

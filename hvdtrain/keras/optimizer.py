@@ -213,8 +213,8 @@ def require_plain(optimizer: Any) -> keras.optimizers.Optimizer:
     """Return `optimizer`, or the one inside a LossScaleOptimizer, after checks that it can be made distributed.
 
     Raises:
-        UsageError: It is already distributed, is not a Keras optimizer, or is a MultiOptimizer.
-        EngineError: This version of Keras lacks a method that the reduction needs.
+        UsageError: If it is already distributed, is not a Keras optimizer, or is a MultiOptimizer.
+        EngineError: If this version of Keras lacks a method that the reduction needs.
     """
     if is_distributed(optimizer):
         raise UsageError("The optimizer is already distributed: wrap it only once")
@@ -284,15 +284,15 @@ def DistributedOptimizer(
         backward_passes_per_step: Accumulate the gradients of this many batches before each reduction
             (gradient_accumulation_steps in Keras).
         average_aggregated_gradients: Divide the accumulated gradients by the number of batches.
-        num_groups: Older name of `groups`.
+        num_groups: Deprecated name of `groups`.
         groups: Number of groups to reduce the gradients in, or a list of groups (lists of variables). A variable in no
             group is reduced alone.
         process_set: Ranks to reduce over. Default: all.
         scale_local_gradients: Divide the gradients of local variables by the number of ranks.
 
     Raises:
-        UsageError: An argument is invalid, or arguments exclude each other; the optimizer is already distributed, is
-            not a Keras optimizer, or is a MultiOptimizer.
+        UsageError: If an argument is invalid, or arguments exclude each other; if the optimizer is already distributed,
+            is not a Keras optimizer, or is a MultiOptimizer.
     """
     inner = require_plain(optimizer)
     if num_groups:
@@ -355,7 +355,7 @@ def PartialDistributedOptimizer(
         local_layers: A built Keras layer, or several.
 
     Raises:
-        UsageError: A local layer is not a Keras layer or not built; also as in DistributedOptimizer.
+        UsageError: If a local layer is not a Keras layer or is not built; also as in DistributedOptimizer.
     """
     layers = layers_of(local_layers)
     distributed = DistributedOptimizer(
@@ -388,7 +388,7 @@ def layers_of(
     """Return `local_layers` as a list of built layers.
 
     Raises:
-        UsageError: One of them is not a Keras layer, or is not built.
+        UsageError: If one of them is not a Keras layer, or is not built.
     """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else local_layers or []
     for layer in layers:

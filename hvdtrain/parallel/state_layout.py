@@ -1,4 +1,4 @@
-"""The pieces of a training's state that a rank holds: whole variables, parts of split variables, sharded slots."""
+"""Lists the pieces of a training's state on a rank: whole variables, shards of split variables, sharded slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from hvdtrain.parallel.gather_scatter import Piece, Place
 WEIGHTS, COMMON, SLOTS, ROUNDS = range(4)
 """Kinds of variables, in the order of the state.
 
-COMMON are those that an optimizer has once, such as iterations; ROUNDS those of ranks that train alone for some steps.
+COMMON are an optimizer's variables that belong to no model variable, such as iterations; ROUNDS those of local training
+in rounds, see strategies.rounds.
 """
 
 
@@ -65,7 +66,7 @@ def pieces_of(
         sender: Which of the pieces this rank sends.
 
     Raises:
-        UsageError: A slot of a split variable has another shape than the variable, so that it is not known how to
+        UsageError: If a slot of a split variable has another shape than the variable, so that it is not known how to
             divide it.
     """
     found = [
@@ -81,7 +82,12 @@ def pieces_of(
 
 
 def round_pieces(variables: Sequence[tf.Variable], is_sent: bool) -> list[Piece]:
-    """Return what this rank holds of `variables`, which are whole and equal on all ranks."""
+    """Return the pieces of the variables of local training in rounds.
+
+    Args:
+        variables: Variables that are whole and equal on all ranks.
+        is_sent: Whether this rank sends them.
+    """
     return [
         _variable_piece((ROUNDS, number, 0), f"rounds/{number}", variable, None, is_sent)
         for number, variable in enumerate(variables)

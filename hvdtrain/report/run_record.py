@@ -1,4 +1,4 @@
-"""The record of a run, read from the events.jsonl and config.json in its folder.
+"""The record of a run, read from the events.jsonl and config.json in its folder, or from events as they happen.
 
 If a run was killed and trained some steps again, the record holds the later ones. Damaged lines are ignored.
 """
@@ -16,7 +16,7 @@ from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError
 
 LIVE_SECONDS = 60.0
-"""A run without an end counts as running if its last event is not older than this."""
+"""Maximum age of the last event of a run that counts as running."""
 
 Values = Mapping[str, float]
 
@@ -64,15 +64,15 @@ class Epoch(Point):
 
 @dataclass(frozen=True)
 class Place:
-    """How far a pass over data has come.
+    """The progress of a pass over data.
 
     Attributes:
-        title: such as "Epoch 1/5".
-        epoch: of the training, counted from 1; None in evaluation and prediction.
-        step: the last one of the pass, counted from 1.
-        steps: of the pass; None: not known yet.
-        examples_per_second: of all workers, lately.
-        values: of losses and metrics in the pass so far; nan and inf are None.
+        title: Title of the pass, such as "Epoch 1/5".
+        epoch: Number of the epoch, from 1; None in evaluation and prediction.
+        step: Number of the last step in the pass, from 1.
+        steps: Number of steps in the pass; None if not known yet.
+        examples_per_second: Recent examples per second of all workers.
+        values: Losses and metrics of the pass so far; None for nan and inf.
     """
 
     title: str
@@ -85,13 +85,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Slowest:
-    """The worker for which the others waited the longest in the last epoch.
+    """The slowest worker in the last epoch: the one that spent the most time outside of training steps.
 
     Attributes:
-        rank: its number.
-        seconds: by which it was behind.
-        share: of the epoch.
-        phase: in which it spent them.
+        rank: Its rank.
+        seconds: Its time outside of steps above that of the median worker.
+        share: The same, as a share of the epoch.
+        phase: Phase ("input", "callbacks" or "saving") with the largest excess over the median worker.
     """
 
     rank: int
@@ -157,12 +157,12 @@ class RunRecord:
 
     @property
     def done(self) -> float | None:
-        """The share of the training that is done; None if nobody knows how many steps there are."""
+        """Share of the training that is done, from 0 to 1; None if the number of steps is not known."""
         return None if self.place is None else _done(self.place, self.epochs_planned)
 
     @property
     def slowest(self) -> Slowest | None:
-        """Found at the end of an epoch; None before, and with one worker."""
+        """The slowest worker in the last epoch; None before the first ends, and with one worker."""
         ranks = next((one.ranks for one in reversed(self.epochs) if one.ranks), None)
         if not ranks:
             return None
@@ -213,7 +213,7 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
         now: Present time in seconds since 1970; None: ask the clock.
 
     Raises:
-        UsageError: If the folder holds no events.
+        UsageError: If events.jsonl cannot be read, or does not show that training has begun.
     """
     path = folder / EVENTS
     try:
@@ -232,7 +232,7 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
 
 
 def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The events in lines of JSON."""
+    """Yield the events in lines of JSON; ignore other lines."""
     for line in lines:
         try:
             event = json.loads(line)
@@ -251,13 +251,13 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 class RunReader:
-    """Collects the events of a run, in order, into the fields of a RunRecord.
+    """Builds a RunRecord from the events of a run, given in order.
 
     Args:
-        name: of the run.
+        name: Name of the run.
 
     Attributes:
-        epochs: Ends of epochs by number.
+        epochs: Ends of epochs by number. Other attributes are those of RunRecord.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -275,9 +275,9 @@ class RunReader:
         self._before = 0.0  # Seconds of training in earlier processes.
         self._steps_before: dict[int, int] = {}  # Number of an epoch -> steps before it.
         self._steps_per_epoch: int | None = None
-        # Of this process: when a share of the training was first known to be done, and which share.
+        # Time of this process's first known progress, and the share of the training done by then.
         self._first: tuple[float, float] | None = None
-        self._placed = 0.0  # When it was at its place.
+        self._placed = 0.0  # Time when `place` was set.
         self._takers = {
             "begin": self._begin,
             "steps": self._steps,
@@ -290,10 +290,10 @@ class RunReader:
         }
 
     def record(self, now: float | None = None) -> RunRecord:
-        """What is known by now.
+        """Return the record of the events so far, without `config`.
 
         Args:
-            now: seconds since 1970; None: ask the clock.
+            now: Present time in seconds since 1970; None: ask the clock.
         """
         now = time.time() if now is None else now
         return RunRecord(
@@ -361,7 +361,7 @@ class RunReader:
         self._train(epoch, step, self._steps_per_epoch, speed, event["values"], clock)
 
     def _pass(self, event: Mapping[str, Any], clock: float) -> None:
-        """Where a pass is, for those who look on; it is in no file."""
+        """Process the progress of a pass, an event that is only shown live and never written to a file."""
         step, steps, speed = int(event["step"]), event["steps"], float(event["examples_per_second"])
         steps = None if steps is None else int(steps)
         if event["epoch"] is not None:
@@ -370,7 +370,7 @@ class RunReader:
         elif event["ended"]:
             self.aside = None
         else:
-            if self.end:  # Another pass than those of the training.
+            if self.end:  # A pass after the training, not its validation.
                 self.end, self.place = "", None
             self.aside = Place(
                 str(event["title"]), None, step, steps, speed, _shown(event["values"])
@@ -386,7 +386,7 @@ class RunReader:
         self.place = Place(title, epoch, step, steps, speed, shown)
         done = _done(self.place, self.epochs_planned)
         self._placed = clock
-        # From the first step on, which builds the graphs of the others.
+        # Measure from here, not from the beginning: the first step includes tracing.
         if self._first is None and done is not None:
             self._first = clock, done
 
@@ -440,17 +440,17 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _shown(values: Mapping[str, Any]) -> dict[str, float | None]:
-    """All, also those that were nan or inf."""
+    """Return all values, with None for nan and inf."""
     return {name: None if one is None else float(one) for name, one in values.items()}
 
 
 def _done(place: Place, epochs: int) -> float | None:
-    """The share of the training that is done where it is in an epoch."""
+    """Return the share of a training of `epochs` epochs that is done at `place`; None if it is not known."""
     if place.epoch is None or not place.steps or not epochs:
         return None
     return min(1.0, (place.epoch - 1 + place.step / place.steps) / epochs)
 
 
 def _typical(seconds: Sequence[float]) -> float:
-    """The median; of an even number the lower of the two in the middle."""
+    """Return the median; of an even number of values, the lower of the middle two."""
     return sorted(seconds)[(len(seconds) - 1) // 2]

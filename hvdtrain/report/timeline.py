@@ -1,11 +1,11 @@
-"""What Horovod's timeline tells: where the time of each tensor went, and which rank the others waited for.
+"""Summarises Horovod's timeline: where the time of each tensor went, and which rank the others waited for.
 
-Rank 0 writes the timeline (docs: Horovod Timeline). For each collective of a tensor it holds a negotiation, in which a
-mark names each rank that is ready, and then the operation, made of activities: in the queue, copies into and out of
-the fusion buffer, communication. Times are those of rank 0.
+Rank 0 writes the timeline (see "Horovod Timeline" in Horovod's documentation). Each collective of a tensor is a
+negotiation, with a mark for each rank that becomes ready, followed by the operation, which consists of activities:
+waiting in the queue, copies into and out of the fusion buffer, communication. Times are those of rank 0.
 
-Tensors of one fused operation share its activities, and a negotiation overlaps with operations of other tensors. So the
-sums over tensors say little; `Kind.seconds` of the whole counts a moment once.
+Fused tensors share their activities, and a negotiation overlaps with the operations of other tensors. So times summed
+over tensors can exceed the whole; `Summary.busy` counts each moment once per kind.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from hvdtrain.report.timeline_events import Events
 NEGOTIATION, QUEUE, COPIES, COMMUNICATION, OTHER = KINDS = (
     "negotiation", "queue", "copies", "communication", "other",
 )  # fmt: skip
-"""What a tensor's time is spent on."""
+"""Kinds of activity that a tensor's time is divided into."""
 MOST_TENSORS = 10_000
-"""Tensors with figures of their own: a script that gives its collectives no names makes new ones all the time."""
+"""Maximum number of tensors with their own figures: unnamed collectives may create new names in every step."""
 OTHERS = "(other tensors)"
 _MOST_OPEN = 100_000
-"""Tensors in the middle of something."""
+"""Maximum number of tensors with unfinished activities."""
 _DEEPEST = 3
 _LATEST = 1e15
-"""Microseconds, some thirty years."""
+"""Maximum plausible time stamp in microseconds: about thirty years."""
 _BITS = re.compile(r"\d+$")
 
 
 @dataclass
 class TensorTimes:
-    """What happened to one tensor, summed over its operations.
+    """Times of one tensor, summed over its operations.
 
     Attributes:
-        operations: that ended.
-        bytes: of these operations, as far as the timeline tells.
-        seconds: of each kind.
+        name: Name of the tensor.
+        operations: Number of completed operations.
+        bytes: Number of bytes of these operations, as far as the timeline shows them.
+        seconds: Kind of activity -> seconds.
     """
 
     name: str
@@ -53,24 +54,24 @@ class TensorTimes:
 
 @dataclass
 class Summary:
-    """What a timeline tells.
+    """Figures of a timeline.
 
     Attributes:
-        seconds: from its first to its last event.
-        busy: seconds in which at least one tensor was in this kind of activity; they overlap.
-        in_flight: seconds in which at least one tensor was in any of them.
-        tensors: those with the longest times first.
-        operations: collectives of single tensors that ended.
-        bytes: of these.
-        messages: number of tensors that travelled in one -> how many times.
-        cycles: of Horovod's background thread; 0 unless they were marked.
-        cycles_used: cycles in which communication began.
-        cycle_seconds: the mean length of a cycle.
-        last: rank -> how many times it was the last one to be ready, where all were seen.
-        waits: rank -> seconds from the first rank's being ready to its own, where it was the last.
-        ranks: that were seen.
-        unfinished: tensors in the middle of something at the end.
-        damaged: places that could not be read.
+        seconds: Time from the first to the last event, in seconds.
+        busy: Kind of activity -> seconds in which at least one tensor was in it; kinds overlap.
+        in_flight: Seconds in which at least one tensor was in any activity.
+        tensors: Times of tensors, in descending order of their sum.
+        operations: Number of completed operations, counted per tensor.
+        bytes: Number of bytes of these operations.
+        messages: Number of tensors fused in a message -> number of such messages.
+        cycles: Number of cycles of Horovod's background thread; 0 unless the timeline marks them.
+        cycles_used: Number of cycles in which communication began.
+        cycle_seconds: Mean length of a cycle; None with fewer than two marks.
+        last: Rank -> number of negotiations in which it was ready last, of those that show all ranks.
+        waits: Rank -> seconds from the first rank's readiness to its own, in these negotiations; overlaps count once.
+        ranks: Number of ranks seen.
+        unfinished: Number of tensors with unfinished activities at the end.
+        damaged: Number of places in the file that could not be read.
     """
 
     seconds: float
@@ -91,11 +92,14 @@ class Summary:
 
 
 def read_timeline(path: Path) -> Summary:
-    """Return what the timeline in `path` tells. It may be cut off anywhere; memory does not depend on its length.
+    """Return a summary of the timeline in `path`, in memory that does not depend on its length.
+
+    Args:
+        path: Path of the file, which may be cut off anywhere.
 
     Raises:
-        UsageError: not a timeline of Horovod, or one without an operation.
-        EngineError: the file cannot be read.
+        UsageError: If it is not a timeline of Horovod, or holds no operation.
+        EngineError: If the file cannot be read.
     """
     events = Events(path)
     tally = _Tally()
@@ -112,7 +116,13 @@ def read_timeline(path: Path) -> Summary:
 
 @dataclass
 class _Block:
-    """Something of a tensor that has begun; in a negotiation, which ranks were ready when."""
+    """An unfinished activity of a tensor.
+
+    Attributes:
+        kind: Kind of activity, or "operation" for the whole operation.
+        begin: Time of its beginning, in seconds.
+        ready: Rank and time in seconds of each readiness mark, in order; in negotiations only.
+    """
 
     kind: str
     begin: float
@@ -120,7 +130,7 @@ class _Block:
 
 
 class _Busy:
-    """Seconds in which at least one of something was under way."""
+    """Measures the seconds in which at least one activity was in progress."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -139,7 +149,11 @@ class _Busy:
 
 
 class _Tally:
-    """Adds up events, one after the other."""
+    """Accumulates the figures of events, given in order.
+
+    Attributes:
+        open: Unfinished activities by tensor, the innermost last.
+    """
 
     def __init__(self) -> None:
         self.open: dict[int, list[_Block]] = {}
@@ -157,10 +171,10 @@ class _Tally:
         self._used = 0
         self._cycle_is_used = False
         self._negotiations: Counter[tuple[int, int]] = Counter()
-        self._waits: dict[tuple[int, int], tuple[float, float]] = {}  # Seconds; until when.
+        self._waits: dict[tuple[int, int], tuple[float, float]] = {}  # Seconds; latest end.
 
     def add(self, event: dict[str, Any]) -> bool:
-        """Return whether it is one of Horovod's."""
+        """Process an event; return whether it is a valid one of Horovod's."""
         phase, tensor = event["ph"], event.get("pid", 0)
         if phase == "M":
             self._name(event)
@@ -193,7 +207,7 @@ class _Tally:
         name = args.get("name") if isinstance(args, dict) else None
         self._tensors.pop(tensor, None)
         if isinstance(name, str) and len(self._tensors) < MOST_TENSORS:
-            # A timeline that was started anew in the same file numbers its tensors anew.
+            # A timeline restarted in the same file numbers its tensors from the beginning.
             if name not in self._named and len(self._named) < MOST_TENSORS:
                 self._named[name] = TensorTimes(name)
             self._tensors[tensor] = self._named.get(name, self._others)
@@ -218,7 +232,7 @@ class _Tally:
         return True
 
     def _close_message(self) -> None:
-        """Tensors that travel in one message begin to one after another, with nothing in between."""
+        """Count the message that ends here: its tensors' communications begin in a row, with no event in between."""
         if self._together:
             self._messages[len(self._together)] += 1
             self._together.clear()
@@ -244,7 +258,7 @@ class _Tally:
         return True
 
     def _note_ranks(self, block: _Block) -> None:
-        """Note who was the last. Of tensors that wait at the same time, a moment counts once."""
+        """Record the last rank of a negotiation and the wait for it; waits that overlap count once."""
         if not block.ready:
             return
         (_, first), (rank, last) = block.ready[0], block.ready[-1]
@@ -262,11 +276,11 @@ class _Tally:
             self._cycles = [*self._cycles[:1], now]
 
     def summary(self, damaged: int) -> Summary:
-        """Return all of it."""
+        """Return the summary; `damaged` is the number of places that could not be read."""
         self._close_message()
         unfinished = len(self.open)
         for tensor in list(self.open):
-            # Cut off: what has begun went on until the end.
+            # The file is cut off: count unfinished activities until its end.
             for block in reversed(self.open[tensor]):
                 if block.kind in self._busy:
                     self._busy[block.kind].end(self._end)
@@ -310,7 +324,7 @@ _ENGINES = ("MPI_", "GLOO_", "NCCL_", "CCL_", "DDL_")
 
 
 def _bytes(args: Any) -> int | None:
-    """Bytes of a tensor; None where the event does not tell them."""
+    """Return the number of bytes of a tensor; None if the event does not show its dtype and shape."""
     if not isinstance(args, dict):
         return None
     dtype, shape = args.get("dtype"), args.get("shape")

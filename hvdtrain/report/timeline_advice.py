@@ -1,4 +1,4 @@
-"""What to change about a run, from the figures of its timeline: each rule says the figures that made it speak."""
+"""Rules that suggest changes to a run from the summary of its timeline, and state the figures they are based on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import islice
 from hvdtrain.report.timeline import COMMUNICATION, COPIES, NEGOTIATION, Summary
 
 MOST = 3
-"""Sentences; the rules stand in the order of what they usually gain."""
+"""Maximum number of sentences; rules are in descending order of their usual gain."""
 NOTICEABLE = 0.1
-"""Of the whole time: less is not worth a change."""
+"""Minimum share of the whole time that is worth a change."""
 
 
 def advice(summary: Summary) -> list[str]:
-    """Return at most MOST sentences."""
+    """Return suggestions for the run, at most MOST sentences."""
     return list(islice(_rules(summary), MOST)) or [
         f"Horovod was at work in {_share(summary.in_flight, summary)}, and no figure stands out: nothing to change."
     ]

@@ -1,7 +1,7 @@
-"""The events in a timeline of Horovod's, in the order of the file, however large and however it ends.
+"""Reads the events of a Horovod timeline of any size, also if it is truncated.
 
 Horovod writes one JSON array, most of it in one line, and may be killed in the middle of an event. So the file is read
-in pieces, and an event ends where its braces do. What is no event is counted and passed over.
+in pieces, and each event is decoded by itself. Anything else is counted and skipped.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 from hvdtrain.errors import EngineError, UsageError
 
 PIECE = 2**20
-"""Characters that are read at a time."""
+"""Number of characters to read at a time."""
 LONGEST = 2**16
-"""Characters of an event. Horovod's have some hundred, most of them the tensor's name."""
+"""Maximum length of an event in characters. Horovod's have a few hundred, mostly for the tensor's name."""
 MOST_DAMAGED = 1000
-"""Objects in a row that are no events: whatever this file is, reading on would be in vain."""
+"""Maximum number of damaged places in a row; with more, the file is not a timeline."""
 
 
 class Events:
-    """The events of a file, each the object that Horovod wrote.
+    """Iterable of the events in a file, as the JSON objects that Horovod wrote.
 
     Args:
-        path: of the file.
+        path: Path of the file.
 
     Attributes:
-        damaged: places so far that hold no event, such as half of one.
+        damaged: Number of places so far that hold no event, such as half of one.
 
     Raises:
-        UsageError: while they are read: the file is not a timeline.
-        EngineError: while they are read: the file cannot be read.
+        UsageError: During iteration, if the file is not a timeline.
+        EngineError: During iteration, if the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,11 +57,11 @@ class Events:
             raise EngineError(f"{self._path} cannot be read: {error.strerror or error}") from error
 
     def refused(self, why: str) -> UsageError:
-        """Return the error for a file that is no timeline."""
+        """Return the error for a file that is not a timeline; `why` completes "<path> is ..."."""
         return UsageError(f"{self._path} is {why}")
 
     def _complete(self, text: str, ends: bool) -> Generator[dict[str, Any], None, str]:
-        """Yield the events that are whole in `text`; return the rest, which may go on in the next piece."""
+        """Yield the complete events in `text`; return the rest, which may continue in the next piece."""
         decode = json.JSONDecoder().raw_decode
         place = text.find("{")
         while place >= 0:

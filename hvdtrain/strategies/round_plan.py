@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo: how often the ranks of `Trainer(sync=...)` meet, and what they do then."""
+"""LocalSGD and DiLoCo: how often, and how, ranks synchronize their weights with `Trainer(sync=...)`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ WIRES = ("float32", "bfloat16", "int8")
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """Each rank trains alone; after every so many steps the weights and the optimizer's state are averaged.
+    """Local SGD: ranks train independently, and average weights and optimizer state after every `every` steps.
 
-    McMahan et al. 2017 (arXiv:1602.05629), Stich 2019 (arXiv:1805.09767). A rank counts in the average by the examples
-    that it has trained on in the round. With SGD, also with momentum, `every=1` is synchronous training while
-    every rank has examples in each step.
+    McMahan et al. 2017 (arXiv:1602.05629), Stich 2019 (arXiv:1805.09767). The average is weighted by the number of
+    examples that each rank trained on in the round. For SGD, with or without momentum, `every=1` is equivalent to
+    synchronous training while every rank has examples in each step.
 
     Args:
-        every: number of steps in a round. A round also ends with the epoch.
+        every: Number of steps in a round. A round also ends with the epoch.
 
     Raises:
-        UsageError: `every` is not a positive integer.
+        UsageError: If `every` is not a positive integer.
     """
 
     every: int
@@ -34,22 +34,23 @@ class LocalSGD:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Each rank trains alone; after every so many steps an outer optimizer applies the average change of the weights.
+    """DiLoCo: ranks train independently; after every `every` steps an outer optimizer applies their average change.
 
-    Douillard et al. 2023 (arXiv:2311.08105). With the weights w at the begin of a round, and the average change d of
-    the ranks, weighted by their examples in the round: m = outer_momentum * m + d, and the next round begins at
-    w + outer_learning_rate * (d + outer_momentum * m), Nesterov's momentum. The state of the model's own optimizer
-    stays on its rank, as in the paper.
+    Douillard et al. 2023 (arXiv:2311.08105). Let w be the weights at the beginning of a round, and d their change in
+    the round, averaged over the ranks and weighted by their examples. The outer optimizer is SGD with Nesterov
+    momentum: m = outer_momentum * m + d, and the next round begins at
+    w + outer_learning_rate * (d + outer_momentum * m). As in the paper, the state of the model's own optimizer is not
+    averaged.
 
     Args:
-        every: number of steps in a round. A round also ends with the epoch.
-        outer_learning_rate: of the outer optimizer; 1, with outer_momentum=0, averages the weights.
-        outer_momentum: of the outer optimizer, at least 0 and less than 1.
-        exchange: how the change travels: "float32"; "bfloat16", half of the bytes; or "int8", about a quarter,
-            in blocks of 256 numbers that have a scale each. Sums are made in float32.
+        every: Number of steps in a round. A round also ends with the epoch.
+        outer_learning_rate: Learning rate of the outer optimizer; 1, with outer_momentum=0, averages the weights.
+        outer_momentum: Momentum of the outer optimizer, at least 0 and less than 1.
+        exchange: Format in which changes are sent: "float32"; "bfloat16", half of the bytes; or "int8", about a
+            quarter, in blocks of 256 numbers with a scale each. Sums are computed in float32.
 
     Raises:
-        UsageError: a value is out of range.
+        UsageError: If `every` is not a positive integer, or another value is out of range.
     """
 
     every: int

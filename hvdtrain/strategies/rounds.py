@@ -1,12 +1,12 @@
-"""Rounds: ranks that train alone for some steps and then make their weights one again (`Trainer(sync=...)`).
+"""Local training in rounds (`Trainer(sync=...)`): ranks take steps independently, then synchronize their weights.
 
-A step runs as on one worker, on the rank's share of the batch, without a collective. What differs between ranks in
-a round are the weights, the optimizer's state for them, and, as in every training, seeds, statistics and metrics.
-Whatever needs one model ends the round first: the end of an epoch (and so validation, checkpoints after epochs and
-the final model), evaluation, prediction, saving and loading.
+A step runs as on one worker, on the rank's share of the batch, without collectives. During a round, the weights and
+the optimizer's slots differ between ranks, as do, in any training, seeds, statistics and metrics. Whatever needs a
+single model ends the round first: the end of an epoch (and so validation, checkpoints after epochs and the final
+model), evaluation, prediction, saving and loading.
 
-A rank without an example in a step (a small tail) changes nothing but the count of its optimizer's steps, so that
-schedules of the learning rate go on in step.
+A rank whose share of a step is empty (in a small last batch) changes only its optimizer's step count, so that
+learning rate schedules stay aligned over the ranks.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Rounds:
     """The rounds of one model.
 
     Args:
-        sync: what the ranks do at the end of a round.
-        model: built and compiled.
-        ranks: that train it.
+        sync: Length of a round, and how the ranks synchronize at its end.
+        model: Built and compiled model.
+        ranks: Ranks that train it.
 
     Attributes:
-        steps: of the round so far; 0: all ranks have the same weights.
+        steps: Number of steps trained in this round; at 0, all ranks have the same weights.
     """
 
     def __init__(self, sync: Sync, model: keras.Model, ranks: Communicator) -> None:
@@ -60,24 +60,24 @@ class Rounds:
             for slot in state
         ]
         self.steps = 0
-        self._own = self._all = 0  # Examples of the round.
+        self._own = self._all = 0  # Examples in this round, of this rank and of all ranks.
         is_outer = isinstance(sync, DiLoCo)
         self._begin = [_like(w) for w in self._weights] if is_outer else []
         self._momenta = [_like(w) for w in self._weights] if is_outer else []
 
     @property
     def left(self) -> int:
-        """Steps of the round that are left."""
+        """Number of steps left in this round."""
         return self._sync.every - self.steps
 
     def begin(self) -> None:
-        """Before each step."""
+        """Start a round unless one is in progress; called before each step."""
         if not self.steps:
             for begin, weight in zip(self._begin, self._weights, strict=False):
                 begin.assign(weight)
 
     def count(self, shares: Sequence[Share]) -> None:
-        """Count steps that were made; a collective if the round is complete."""
+        """Count the steps trained on `shares`; a collective if they complete the round."""
         self.steps += len(shares)
         self._own += sum(share.examples for share in shares)
         self._all += sum(share.global_examples for share in shares)
@@ -85,7 +85,7 @@ class Rounds:
             self.end()
 
     def end(self) -> None:
-        """Give all ranks the same weights. A collective, unless they have them."""
+        """End the round: synchronize the weights. A collective, unless no step was trained in this round."""
         if not self.steps:
             return
         part = self._own / self._all
@@ -98,7 +98,10 @@ class Rounds:
         self.steps = self._own = self._all = 0
 
     def _step_outside(self, sync: DiLoCo, part: float) -> None:
-        """Douillard et al. 2023, algorithm 1, line 14, with the change where the paper has its negative."""
+        """Take a step of the outer optimizer.
+
+        Douillard et al. 2023, algorithm 1, line 14, with the change of the weights in place of its negative.
+        """
         pairs = list(zip(self._weights, self._begin, strict=True))
         changes = [weight.value() - begin.value() for weight, begin in pairs]
         place = {id(v): number for number, v in enumerate(self._weights)}
@@ -113,32 +116,32 @@ class Rounds:
                 ahead = sync.outer_learning_rate * (change + sync.outer_momentum * momentum)
                 self._weights[number].assign(self._begin[number] + ahead)
 
-    # What a checkpoint must know.
+    # State for checkpoints.
 
     @property
     def apart(self) -> list[tf.Variable]:
-        """The variables that may differ between ranks now."""
+        """Variables that may currently differ between ranks."""
         if self.steps:
             return [*self._weights, *self._slots]
         return self._slots if isinstance(self._sync, DiLoCo) else []
 
     @property
     def shared(self) -> list[tf.Variable]:
-        """The variables that are the same on all ranks, beside the model's and its optimizer's."""
+        """Variables that are equal on all ranks, in addition to those of the model and its optimizer."""
         return [*self._begin, *self._momenta]
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank has of its own; what `encoding.encode` takes."""
+        """Return this rank's own state, in types that `encoding.encode` accepts."""
         values = [shared_memory_value(v) for v in self.apart]
         return {"steps": self.steps, "own": self._own, "all": self._all, "apart": values}
 
     def give(self, state: Mapping[str, Any]) -> None:
-        """Set what `state` returned on this rank."""
+        """Restore what `state` returned on this rank."""
         self.steps, self._own, self._all = state["steps"], state["own"], state["all"]
         _assign(self.apart, state["apart"])
 
     def give_others(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Begin a round at the average of what other ranks had; each counts by its examples of theirs."""
+        """Start a new round from the average of other ranks' states, weighted by their examples in the round."""
         self.steps = max(state["steps"] for state in states)
         if self.steps:
             parts = [state["own"] / state["all"] for state in states]
@@ -155,7 +158,7 @@ class Rounds:
 
 
 class RoundSteps:
-    """Training steps without collectives, in rounds; evaluation and prediction of all ranks together."""
+    """Trains without collectives, in rounds; evaluates and predicts on all ranks together."""
 
     def __init__(self, steps: RankSteps, rounds: Rounds) -> None:
         self._steps = steps
@@ -172,25 +175,28 @@ class RoundSteps:
         return logs
 
     def test(self, share: Share) -> Logs:
-        """Update the metrics from `share`; return the running logs of this process."""
+        """End the round, and update the metrics from `share`; return this rank's running logs."""
         self._rounds.end()
         return self._steps.test(share)
 
     def predict(self, share: Share) -> Any:
-        """Return the model's outputs for the examples of `share`."""
+        """End the round, and return the model's outputs for the examples of `share`."""
         self._rounds.end()
         return self._steps.predict(share)
 
     def finish(self) -> None:
-        """Nothing is in flight: each step returns when it is done."""
+        """Do nothing: no step is in flight, as each returns when it is done."""
 
 
 class RoundRunner(Runner):
-    """The rank trains the model alone, in rounds.
+    """Runner for which each rank trains the model independently, in rounds.
 
     Args:
-        sync: what the ranks do at the end of a round.
-        position: of this rank.
+        sync: Length of a round, and how the ranks synchronize at its end.
+        position: Position of this rank in the mesh.
+
+    Attributes:
+        rounds: Rounds of the model; None before training steps are made.
     """
 
     def __init__(self, sync: Sync, position: Position) -> None:
@@ -213,13 +219,18 @@ class RoundRunner(Runner):
 
 
 def trained_alone(optimizer: Any, reduction: Reduction) -> Any:
-    """Make a plain Keras optimizer one of a rank that trains alone; return it."""
+    """Make a plain Keras optimizer a distributed one that reduces over this rank only; return it.
+
+    Raises:
+        UsageError: See `hvdtrain.keras.optimizer.require_plain`.
+        EngineError: See `hvdtrain.keras.optimizer.require_plain`.
+    """
     rank = LoneRank(reduction.process_set.ranks[reduction.process_set.rank()])
     return distribute(optimizer, Reduction(process_set=rank))
 
 
 def by_dtype(variables: Sequence[tf.Variable]) -> list[list[tf.Variable]]:
-    """Return the floating-point ones among `variables`, those of one dtype together."""
+    """Return the floating-point variables among `variables`, grouped by dtype."""
     found: dict[str, list[tf.Variable]] = {}
     for variable in variables:
         if variable.dtype.is_floating:
@@ -230,7 +241,7 @@ def by_dtype(variables: Sequence[tf.Variable]) -> list[list[tf.Variable]]:
 def _summed(
     values: Sequence[tf.Tensor], part: float, ranks: Communicator, wire: str
 ) -> list[tf.Tensor]:
-    """Return the sums over the ranks of `values`, of one dtype, times each rank's `part`. A collective."""
+    """Return `values` (all of one dtype), weighted by each rank's `part` and summed over the ranks. A collective."""
     dtype = values[0].dtype
     exact = tf.float64 if dtype == tf.float64 else tf.float32
     flat = tf.concat([tf.reshape(tf.cast(value, exact), [-1]) for value in values], axis=0)
@@ -255,7 +266,7 @@ def _assign(variables: Sequence[tf.Variable], values: Sequence[Any]) -> None:
 
 
 def _refuse(model: keras.Model, sync: Sync) -> None:
-    """Raise UsageError for what cannot be trained in rounds."""
+    """Raise UsageError if `model` cannot be trained in rounds."""
     what = ""
     for optimizer in optimizers_of(model):
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

@@ -35,11 +35,11 @@ from hvdtrain.errors import HvdtrainError, warn_user
 INTERVAL_SECONDS = 1.0
 """Minimum time between two "steps" events."""
 INTERVAL_SHARE = 1e-3
-"""Minimum time between two of them, as a share of the time since the beginning: 100 days give 13,000 lines."""
+"""Minimum time between two "steps" events, as a share of the time since `begin`: 100 days give 13,000 lines."""
 
 
 class EventLog:
-    """Appends events to a file after `begin`, which only rank 0 calls.
+    """Appends events to a file, and shows them, after `begin`, which only rank 0 calls.
 
     A file that cannot be written, for instance on a full disk, never ends a training: the user is warned once.
 
@@ -59,12 +59,17 @@ class EventLog:
         self._since = self._last = self._slowest = 0.0
 
     def begin(self, show: Callable[[Mapping[str, Any]], None] | None, **facts: Any) -> None:
-        """Start the log, with the event "begin"; `show` is called with each event."""
+        """Start the log with the event "begin".
+
+        Args:
+            show: Function called with each event; None: only write them.
+            facts: Fields of the event.
+        """
         self._is_open, self._began, self._show = True, time.monotonic(), show
         self.note("begin", **facts)
 
     def note(self, event: str, **facts: Any) -> None:
-        """Write one event with its fields."""
+        """Write and show one event with its fields; do nothing before `begin`."""
         if not self._is_open:
             return
         noted = {"event": event, "time": round(time.time(), 3), **plain(facts)}
@@ -105,7 +110,7 @@ class EventLog:
         Args:
             steps: Number of steps just trained.
             examples: Number of examples in them, over all workers.
-            logs: Logs of the last of them. Those of the step before are written, unless this is the `last`: waiting for
+            logs: Logs of the last of these steps. Unless `last`, the event has the logs of the call before: waiting for
                 this step would leave the device without work.
             facts: Function that returns further fields; only called for an event.
             last: Whether no other step follows for now; if so, write what has been counted.
@@ -157,7 +162,7 @@ def _ends_a_line(file: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Convert `value` to JSON's types, with numbers rounded to six digits."""
+    """Convert `value` to JSON's types: floats with six significant digits, nan and inf as None, arrays as means."""
     if isinstance(value, dict):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What a fit writes to its run_dir beside checkpoints and the model: config.json, metrics.csv and events.jsonl."""
+"""Writes a fit's config.json, metrics.csv and events.jsonl to its run_dir."""
 
 from __future__ import annotations
 
@@ -62,7 +62,15 @@ class FitRecord:
     def begin_events(
         self, train: Source, epochs: int, epoch: int, step: int, show: Show | None
     ) -> None:
-        """Start the event log of a fit that begins at index `step` of the epoch of index `epoch`."""
+        """Start the event log on rank 0, if there is a run_dir or a view.
+
+        Args:
+            train: Training data.
+            epochs: Number of the last epoch, from 1.
+            epoch: Index of the first epoch, from 0.
+            step: Index of the first step in it, from 0.
+            show: Function that shows an event; None without a view.
+        """
         if self.rank.is_first and (self.run_dir is not None or show is not None):
             self.events.begin(
                 show,
@@ -81,7 +89,7 @@ class FitRecord:
             logger().info("run_dir %r: %s", str(self.run_dir.path), message)
 
     def write_epoch(self, epoch: int, logs: Logs, validates: bool, progress: Progress) -> None:
-        """Write the line of an epoch, and its event.
+        """Write an epoch's line in metrics.csv and its event, on rank 0.
 
         Args:
             epoch: Index of the epoch, from 0.
@@ -100,7 +108,7 @@ class FitRecord:
         self.events.note("epoch", **facts, **speed)
 
     def step_facts(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return fields of a "steps" event."""
+        """Return fields of a "steps" event after step number `step` (from 1) of the epoch of index `epoch` (from 0)."""
         memory = {"host": psutil.Process().memory_info().rss}
         if tf.config.list_logical_devices("GPU"):
             memory["gpu"] = tf.config.experimental.get_memory_info("GPU:0")["current"]

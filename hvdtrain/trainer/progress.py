@@ -1,7 +1,7 @@
-"""What rank 0 shows while it works: a line per pass over the data, and below it the live view or a line per minute.
+"""Progress output of rank 0: a line per pass over the data, and meanwhile the live view or a line per minute.
 
-The view is drawn where the terminal is: by this process if it was started alone, else by `hvdtrain run`, which gets the
-events in rank 0's output.
+A process that was started alone draws the view itself; otherwise `hvdtrain run` draws it, from the events in rank 0's
+output.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from hvdtrain.view.live_view import is_drawable
 from hvdtrain.view.own_terminal import TerminalView, view_around
 
 LINE_SECONDS = 60.0
-"""Between two lines about one epoch, where there is no view."""
+"""Time between two lines in a pass, without a view."""
 REFRESH_SECONDS = 0.5
-"""Between two events about one pass, where there is one."""
+"""Minimum time between two "pass" events, with a view."""
 
 Show = Callable[[Mapping[str, Any]], None]
 
@@ -52,11 +52,14 @@ def resolve_verbose(verbose: str | int, rank: Rank) -> int:
 
 @contextmanager
 def showing(verbose: int, rank: Rank) -> Iterator[Show | None]:
-    """In this block events can be shown; yield what shows them, None if nothing does.
+    """Open the live view for this block.
 
     Args:
-        verbose: see `resolve_verbose`. 1 without a terminal shows lines.
-        rank: this process.
+        verbose: What to print; see `resolve_verbose`. With 1 but no terminal, there is no view, and lines are printed.
+        rank: This process's place in the job.
+
+    Yields:
+        A function that shows an event; None without a view.
     """
     if verbose != 1:
         yield None
@@ -82,7 +85,7 @@ def _is_drawn_by_launcher() -> bool:
 
 
 def _has_own_terminal(rank: Rank) -> bool:
-    # mpirun alone gives ranks a pseudo-terminal, and tears what they draw apart with its tags.
+    # mpirun without hvdtrain run gives ranks a pseudo-terminal, and breaks up drawings with its tags.
     return rank.size == 1 and TERMINAL not in os.environ and sys.stdout.isatty() and is_drawable()
 
 
@@ -91,7 +94,7 @@ class Progress:
 
     Args:
         verbose: What to print: 0 for no lines.
-        show: Function that shows an event; see `showing`.
+        show: Function that shows an event, see `showing`; None without a view.
         title: Title of the pass, such as "Epoch 1/5".
         steps: Number of steps in the pass; None if unknown before its end.
         done: Number of these steps that an earlier process has trained.
@@ -121,7 +124,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the beginning to `stop`, or until now."""
+        """Seconds from the beginning to `stop`, or to now."""
         return time.perf_counter() - self._start if self._seconds is None else self._seconds
 
     @property
@@ -130,7 +133,7 @@ class Progress:
         return self._examples / max(self.seconds, 1e-9)
 
     def step(self, steps: int, global_examples: int, logs: Mapping[str, Any]) -> None:
-        """Count steps, and now and then show them, or once a minute print a line.
+        """Count steps; at intervals, show an event or print a line.
 
         Args:
             steps: Number of steps that have just run.
@@ -139,7 +142,7 @@ class Progress:
         """
         self._steps += steps
         self._examples += global_examples
-        # Those of the step before: to wait for this one would leave the device without work.
+        # Show the logs of the step before: waiting for this one would leave the device without work.
         before, self._before = self._before, logs
         if self._show is not None:
             now = time.perf_counter()
@@ -160,7 +163,7 @@ class Progress:
             self._print(f"{self.seconds:.1f}s", logs)
 
     def leave(self) -> None:
-        """The pass is over."""
+        """Show that the pass has ended, without printing its line."""
         if self._show is not None:
             self._tell(time.perf_counter(), self._before, ended=True)
 

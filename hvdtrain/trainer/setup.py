@@ -342,15 +342,19 @@ def training_source(
     global_batch_size: int,
     **reading: Any,
 ) -> Source:
-    """Return the source of a Trainer's `data`, which is x, y and sample_weight.
+    """Return the source that reads a Trainer's training data.
 
     Args:
-        strategy: by which the model is trained.
-        model: that is trained.
-        ranks: of the job.
-        sharded: `data` is this rank's own.
-        global_batch_size: of all workers.
-        reading: further arguments of `make_source`.
+        data: x, y and sample_weight.
+        strategy: Strategy that runs the training.
+        model: Model to train.
+        ranks: Number of ranks in the job.
+        sharded: Whether `data` holds only this rank's examples.
+        global_batch_size: Number of examples per step, over all workers.
+        reading: Further arguments of `make_source`.
+
+    Raises:
+        UsageError: If `sharded` and a rank does not train on a share of its own, or as in `make_source`.
     """
     x, y, weight = data
     part = strategy.part

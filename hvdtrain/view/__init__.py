@@ -1,1 +1,1 @@
-"""A run as it is seen while it trains: rank 0's events, drawn in the last rows of a terminal."""
+"""The live view of a run: its state, drawn from rank 0's events in the last rows of a terminal."""

@@ -1,7 +1,7 @@
-"""How rank 0 tells `hvdtrain run`, which has the terminal, what to draw there: events in between its own output.
+"""Encodes events for the live view into rank 0's output, for `hvdtrain run`, which draws it.
 
-An event is an escape sequence (APC) around a line of JSON. Nothing in JSON ends such a sequence, a launcher passes it
-on like any other output, and a terminal that gets one shows nothing.
+An event is an APC escape sequence around a line of JSON. No JSON text ends such a sequence, launchers pass it on like
+any other output, and a terminal that receives one shows nothing.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 BEGIN, END = "\x1b_hvdtrain ", "\x1b\\"
 LONGEST = 1 << 20
-"""Bytes of one event: what is longer is none."""
+"""Maximum size of an event in bytes; longer ones are treated as output."""
 _BEGIN, _END = BEGIN.encode(), END.encode()
 
 
 def encoded(event: Mapping[str, Any]) -> str:
-    """The event as a rank writes it, in ASCII."""
+    """Return the escape sequence that holds `event`, in ASCII."""
     return f"{BEGIN}{json.dumps(event)}{END}"
 
 
 @dataclass
 class EventFilter:
-    """Takes events out of what a rank writes. Feed it what arrives; `rest` gives what need not wait any longer."""
+    """Separates events from a rank's output, which may arrive in pieces; an incomplete event is held back."""
 
     _held: bytes = b""
 
     def feed(self, data: bytes) -> tuple[bytes, list[dict[str, Any]]]:
-        """The output in `data` without events, and the events."""
+        """Return the output in `data` (and in held back bytes) without events, and the events."""
         if not self._held and b"\x1b" not in data:
             return data, []
         data, self._held = self._held + data, b""
@@ -53,7 +53,7 @@ class EventFilter:
         return b"".join([*kept, data[:cut]]), events
 
     def rest(self) -> bytes:
-        """What might have become the beginning of an event, if nothing more comes for a moment."""
+        """Return the bytes held back, unless an event has begun; call it when no output has arrived for a moment."""
         if self._held.startswith(_BEGIN):
             return b""
         held, self._held = self._held, b""
@@ -69,6 +69,6 @@ def _event(data: bytes) -> dict[str, Any] | None:
 
 
 def _begun(data: bytes) -> int:
-    """Where the beginning of an event begins at the end of `data`; its length if nowhere."""
+    """Return the index in `data` of an incomplete event marker at its end; the length of `data` if there is none."""
     at = data.rfind(b"\x1b", -len(_BEGIN))
     return at if at >= 0 and _BEGIN.startswith(data[at:]) else len(data)

@@ -1,6 +1,6 @@
-"""What is shown of a run while it trains, as lines that fit a terminal.
+"""Formats the state of a run as lines that fit a terminal.
 
-The lines are put together by hand: they cost rank 0 a tenth of a millisecond, a library's tables some milliseconds.
+No table library is used: these lines cost rank 0 a tenth of a millisecond, a library's tables a few milliseconds.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDEST_BAR, WIDEST_CURVE, WIDEST_NAME = 40, 24, 20
 MOST_METRICS = 8
 LEAST_BESIDE = 76
-"""Columns, for the values of the validation beside those of the training."""
+"""Minimum number of columns to show validation values beside those of training."""
 LEAST_LOST = 0.01
-"""Share of an epoch; a worker that is less behind is not named."""
+"""Minimum delay of the slowest worker to name it, as a share of the epoch."""
 _PHASES = {"input": "waiting for data", "callbacks": "in callbacks", "saving": "saving"}
 _MEMORY = {"host": "memory", "gpu": "GPU memory"}
 _STYLES = {"": "", "dim": "2", "bold": "1", "bar": "36", "bad": "31", "slow": "33"}
@@ -31,12 +31,13 @@ Part = tuple[str, str]
 
 @dataclass(frozen=True)
 class Look:
-    """What a terminal can show.
+    """Size and capabilities of a terminal.
 
     Attributes:
-        columns, rows: its size.
-        colour: whether it has any, and is to have it.
-        blocks: whether it has characters other than ASCII.
+        columns: Width in character cells.
+        rows: Height in lines.
+        colour: Whether to use colours.
+        blocks: Whether it shows characters other than ASCII.
     """
 
     columns: int
@@ -46,17 +47,17 @@ class Look:
 
     @property
     def width(self) -> int:
-        """Of a row, so that the cursor stays in it, also behind a ^C: a terminal shows it where the cursor is."""
+        """Cells available in a row; leaves room for the ^C that a terminal prints at the cursor."""
         return max(1, self.columns - 3)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row.
+    """One row of the view.
 
     Attributes:
-        text: with the codes for its colours.
-        cells: that it is wide.
+        text: Text with colour codes.
+        cells: Width in character cells.
     """
 
     text: str
@@ -64,12 +65,12 @@ class Line:
 
 
 def is_drawable(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a terminal can move its cursor."""
+    """Return whether the terminal named by TERM can move its cursor."""
     return environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
 def lines_of(run: RunRecord, look: Look) -> list[Line]:
-    """The view, in at most as many rows as the terminal has above its last one; empty before the first step."""
+    """Return the rows of the view, fewer than the terminal has; none before the first step."""
     rows: list[list[Part]] = []
     if run.place is not None:
         has_time = run.seconds_left is not None and not run.end
@@ -87,12 +88,12 @@ def lines_of(run: RunRecord, look: Look) -> list[Line]:
 
 
 def plain_line(text: str, look: Look) -> Line:
-    """A row of text, cut where the terminal ends."""
+    """Return a row of plain text, cut to the width of the terminal."""
     return _line([(text, "")], look)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve of at most `width` characters; of many values each shows the mean of some."""
+    """Return a curve of at most `width` characters, each the mean of consecutive values; nan and inf are left out."""
     values = [one for one in values if math.isfinite(one)]
     count = min(width, len(values))
     if count <= 0:
@@ -128,13 +129,13 @@ def _aside(place: Place, alone: bool, look: Look) -> list[Part]:
     done = None if not place.steps else min(1.0, place.step / place.steps)
     of = "" if place.steps is None else f"/{place.steps:,}"
     words = f"{place.step:,}{of}  {place.examples_per_second:,.0f} examples/s"
-    # In a training its bar would be one too many.
+    # During training, the only bar is the training's.
     row = _bar(place.title, done, words, look) if alone else [(f"{place.title} {words}", "dim")]
     return row + ([] if done is not None else [(f"  {words}", "")] if alone else [])
 
 
 def _metrics(run: RunRecord, place: Place, look: Look) -> list[list[Part]]:
-    """A row for each: its name, its value now, its curve. That of the validation stands beside it, or below."""
+    """Return a row for each metric (name, current value, curve), with its validation values beside it or below."""
     own = [name for name in place.values if not name.startswith("val_")][:MOST_METRICS]
     if not own:
         return []
@@ -142,7 +143,7 @@ def _metrics(run: RunRecord, place: Place, look: Look) -> list[list[Part]]:
         name: [e.values[f"val_{name}"] for e in run.epochs if f"val_{name}" in e.values]
         for name in own
     }
-    # Names of the validation are four characters longer where they stand below.
+    # Below, validation's names are four characters ("val_") longer.
     beside = look.columns >= LEAST_BESIDE
     longer = 0 if beside or not any(ends.values()) else 4
     name_width = min(WIDEST_NAME, max(map(_cells, own)) + longer)
@@ -176,7 +177,7 @@ def _slowest(slowest: Slowest | None, look: Look) -> list[list[Part]]:
 
 
 def _fitting(words: Iterable[str], look: Look, style: str = "") -> list[Part]:
-    """As many of them, from the first on, as there is room for."""
+    """Return as many of the first words as fit in a row."""
     text = ""
     for word in words:
         longer = f"{text}  {word}" if text else word
@@ -187,7 +188,7 @@ def _fitting(words: Iterable[str], look: Look, style: str = "") -> list[Part]:
 
 
 def _line(parts: Iterable[Part], look: Look) -> Line:
-    """The parts, cut where the row ends: what is longer would go on in the next."""
+    """Join the parts, cut to the width of a row, so that the terminal does not wrap it."""
     text, room = "", look.width
     for part, style in parts:
         kept = "".join(c for c in part if c.isprintable())
@@ -213,7 +214,7 @@ def _cells(text: str) -> int:
 
 
 def _time(seconds: float) -> str:
-    """Such as 0:42, 3:07 and 26:03:07."""
+    """Format a duration, such as 0:42, 3:07 or 26:03:07."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""The view of a process that has the terminal to itself: below what it prints, which goes through here meanwhile."""
+"""The live view of a process that was started alone on a terminal, drawn below what the process prints."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvdtrain.view.live_view import lines_of
 from hvdtrain.view.region import Region, look_of
 
 REDRAW_SECONDS = 0.01
-"""Between two drawings below lines that are printed in a row. What is not drawn then waits for the next event."""
+"""Minimum time between two redraws caused by printed lines; a skipped redraw waits for the next event or line."""
 
 
 class TerminalView:
-    """Shows events, see `hvdtrain.trainer.event_log`, within a block.
+    """Context manager that draws the view from events (see `hvdtrain.trainer.event_log`).
 
-    What Python code prints in the block stands above the view. While a line has no end, there is no view.
+    What Python code prints in the block appears above the view, which is hidden while a printed line is incomplete.
     """
 
     def __init__(self) -> None:
@@ -40,20 +40,20 @@ class TerminalView:
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._erase()
-            # Unless somebody has redirected them meanwhile.
+            # Leave streams alone that were redirected in the block.
             if isinstance(sys.stdout, _Above):
                 sys.stdout = self._out
             if isinstance(sys.stderr, _Above):
                 sys.stderr = self._err
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Draw the run as it is after this event."""
+        """Update the view with an event."""
         with self._lock:
             self._reader.take(event)
             self._draw()
 
     def write(self, stream: TextIO, text: str) -> int:
-        """Write above the view."""
+        """Write `text` to `stream`, above the view."""
         with self._lock:
             if text:
                 self._erase()
@@ -84,7 +84,7 @@ class TerminalView:
 
 
 class _Above:
-    """A standard stream whose text goes above the view."""
+    """Wrapper of a standard stream that writes above the view."""
 
     def __init__(self, view: TerminalView, stream: TextIO) -> None:
         self.view = view
@@ -102,5 +102,5 @@ class _Above:
 
 
 def view_around() -> TerminalView | None:
-    """The view of a block around this one."""
+    """Return the view of an enclosing TerminalView block; None if there is none."""
     return sys.stdout.view if isinstance(sys.stdout, _Above) else None

@@ -1,4 +1,4 @@
-"""The last rows of a terminal, which are drawn again and again below everything else that is written there."""
+"""Redraws the last rows of a terminal, below all other output."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hvdtrain.view.live_view import Line, Look
 
 
 def look_of(terminal: TextIO, environ: Mapping[str, str] = os.environ) -> Look:
-    """What a terminal can show, now: it may be resized at any time.
+    """Return the current size and capabilities of a terminal, which may be resized at any time.
 
     Args:
-        terminal: a stream to it; what is none has 80 columns.
-        environ: may have NO_COLOR (no-color.org).
+        terminal: Stream to the terminal; any other stream counts as 80 columns and 24 rows.
+        environ: Environment variables; NO_COLOR (no-color.org) turns colours off.
     """
     try:
         size = os.get_terminal_size(terminal.fileno())
@@ -31,27 +31,30 @@ def look_of(terminal: TextIO, environ: Mapping[str, str] = os.environ) -> Look:
 
 @dataclass
 class Region:
-    """Gives what to write to the terminal. The cursor stays behind the last row.
+    """Returns the text that draws or erases the rows; the cursor stays at the end of the last row.
 
     Attributes:
-        drawn: its rows, as they are on the terminal now.
+        drawn: Rows that are on the terminal now.
     """
 
     drawn: Sequence[Line] = field(default_factory=list)
 
     def draw(self, lines: Sequence[Line], columns: int) -> str:
-        """Draw these in place of those that are there. The cursor must be there, or at the beginning of a line."""
+        """Return the text that replaces the drawn rows by `lines`.
+
+        The cursor must be at the end of the drawn rows; if there are none, at the beginning of a line.
+        """
         back, self.drawn = self._back(columns), lines
         return back + "\n".join(f"{line.text}\x1b[K" for line in lines) + "\x1b[J"
 
     def erase(self, columns: int) -> str:
-        """Leave the rows empty, and the cursor at the first one: something else is written there."""
+        """Return the text that clears the drawn rows and moves the cursor to the first of them."""
         if not self.drawn:
             return ""
         back, self.drawn = self._back(columns), []
         return f"{back}\x1b[J"
 
     def _back(self, columns: int) -> str:
-        """To the beginning of the first row. A terminal that has become narrower shows one row as several."""
+        """Move the cursor to the beginning of the first row; a narrowed terminal wraps one row to several."""
         rows = sum(max(1, -(-line.cells // max(1, columns))) for line in self.drawn)
         return f"\r\x1b[{rows - 1}A" if rows > 1 else "\r"

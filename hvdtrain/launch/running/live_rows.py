@@ -1,4 +1,4 @@
-"""The live view below a run's output: drawn from the events in rank 0's, and out of the way of everything else."""
+"""The live view of `hvdtrain run`, drawn from the events in rank 0's output, below the output of all ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hvdtrain.view.live_view import Look, lines_of
 from hvdtrain.view.region import Region, look_of
 
 REDRAW_SECONDS = 0.05
-"""Between two drawings, however much is written above them."""
+"""Minimum time between two redraws."""
 
 
 @dataclass
 class LiveRows:
-    """Gives what to write to the terminal, in its encoding.
+    """Returns the bytes that draw or erase the view, in the terminal's encoding.
 
     Attributes:
-        terminal: a stream to it.
+        terminal: Stream to the terminal.
     """
 
     terminal: TextIO
@@ -32,7 +32,7 @@ class LiveRows:
     _drawn_at: float = float("-inf")
 
     def take(self, data: bytes) -> bytes:
-        """Take the events out of what rank 0 wrote to standard output."""
+        """Process the events in rank 0's standard output; return the output without them."""
         kept, events = self._events.feed(data)
         for event in events:
             self._reader.take(event)
@@ -40,11 +40,14 @@ class LiveRows:
         return kept
 
     def rest(self) -> bytes:
-        """What is held back, but is no event."""
+        """Return held back output in which no event has begun; see `EventFilter.rest`."""
         return self._events.rest()
 
     def draw(self) -> bytes:
-        """Draw the view if it is not there, or not as it should be. The cursor is at the beginning of a line."""
+        """Return the bytes that draw the view; empty if it is up to date or was drawn less than REDRAW_SECONDS ago.
+
+        The cursor must be at the end of the view; if it is not drawn, at the beginning of a line.
+        """
         look = look_of(self.terminal)
         as_it_should = self._region.drawn and look == self._look and not self._is_new
         if as_it_should or time.monotonic() - self._drawn_at < REDRAW_SECONDS:
@@ -57,6 +60,6 @@ class LiveRows:
         return self._region.draw(lines, look.columns).encode(self.terminal.encoding, "replace")
 
     def erase(self) -> bytes:
-        """Make room for something else."""
+        """Return the bytes that clear the view, before other output."""
         columns = look_of(self.terminal).columns
         return self._region.erase(columns).encode()
