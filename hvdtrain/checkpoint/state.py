@@ -166,7 +166,7 @@ class TrainingState:
             own = everyone[self._ranks.rank()]
             _assign(own_variables(self._model), own["variables"])
             if self._rounds is not None:
-                self._rounds.give(own["round"])
+                self._rounds.restore(own["round"])
             return own
         self._give_others(everyone)
         return everyone[0]
@@ -176,7 +176,7 @@ class TrainingState:
         model, index = self._model, self._strategy.part.index
         fold_rank_into_seeds(model, index)
         if self._rounds is not None:
-            self._rounds.give_others([own["round"] for own in everyone])
+            self._rounds.restore_average([own["round"] for own in everyone])
         _assign(untracked_variables(model), everyone[0]["untracked"])
         self._give_errors(everyone)
         variables = state_variables(model.metrics)
@@ -222,7 +222,7 @@ class TrainingState:
         pieces = DividedState(self._strategy.position).pieces(self._model)
         if self._rounds is None:
             return pieces
-        return [*pieces, *round_pieces(self._rounds.shared, self._ranks.rank() == 0)]
+        return [*pieces, *round_pieces(self._rounds.replicated_variables, self._ranks.rank() == 0)]
 
 
 def _merged_metrics(own: Own, everyone: Sequence[Own]) -> list[np.ndarray]:

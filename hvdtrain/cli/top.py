@@ -26,8 +26,8 @@ def top(run_dir: Path, once: bool) -> None:
     worker and memory. A training that has ended is shown as it was at its end. Ctrl-C leaves it; the training goes on.
     """
     from hvdtrain.report.run_record import read_run
-    from hvdtrain.view.live_view import is_drawable, lines_of, plain_line
-    from hvdtrain.view.region import Region, look_of
+    from hvdtrain.view.live_view import is_drawable, plain_line, render
+    from hvdtrain.view.region import Region, screen_of
 
     on_terminal = sys.stdout.isatty()
     follows = on_terminal and is_drawable() and not once
@@ -35,18 +35,18 @@ def top(run_dir: Path, once: bool) -> None:
     try:
         while True:
             run = read_run(run_dir)
-            look = look_of(sys.stdout)
-            look = replace(look, colour=look.colour and on_terminal)
-            below = lines_of(run, replace(look, rows=max(2, look.rows - 2)))
-            lines = [plain_line(f"{run.name}: {_state(run)}", look), *below]
+            screen = screen_of(sys.stdout)
+            screen = replace(screen, colour=screen.colour and on_terminal)
+            below = render(run, replace(screen, rows=max(2, screen.rows - 2)))
+            lines = [plain_line(f"{run.name}: {_state(run)}", screen), *below]
             if run.occurrences and not run.end:
                 last = run.occurrences[-1]
-                lines.append(plain_line(f"{last.what}: {last.text}", look))
+                lines.append(plain_line(f"{last.what}: {last.text}", screen))
             if not follows:
                 click.echo("\n".join(line.text for line in lines))
                 return
             # Not click.echo, which strips the cursor's codes as well when colours are off.
-            sys.stdout.write(region.draw(lines, look.columns))
+            sys.stdout.write(region.draw(lines, screen.columns))
             sys.stdout.flush()
             if run.end:
                 break

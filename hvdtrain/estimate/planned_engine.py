@@ -43,7 +43,7 @@ class Message:
         return size * factors.get(self.kind, (n - 1) / n)
 
 
-class PlannedEngine:
+class SimulatedHorovod:
     """Replaces Horovod's functions; call `install` before anything else of hvdtrain is imported.
 
     Args:

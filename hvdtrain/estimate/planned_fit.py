@@ -18,7 +18,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.worker.main_module import run_script
 
 if TYPE_CHECKING:
-    from hvdtrain.estimate.planned_engine import PlannedEngine
+    from hvdtrain.estimate.planned_engine import SimulatedHorovod
     from hvdtrain.trainer.loop import FitPlan, Loop
 
 DEFAULT_FUSION = 128 * 2**20
@@ -42,9 +42,9 @@ def main() -> None:
     # As set by a launcher; must precede any import of hvdtrain that reads it.
     place = {"RANK": "0", "SIZE": ranks, "LOCAL_RANK": "0", "LOCAL_SIZE": per_host}
     os.environ.update({f"HOROVOD_{name}": value for name, value in place.items()})
-    from hvdtrain.estimate.planned_engine import PlannedEngine
+    from hvdtrain.estimate.planned_engine import SimulatedHorovod
 
-    engine = PlannedEngine(int(ranks), int(per_host))
+    engine = SimulatedHorovod(int(ranks), int(per_host))
     engine.install()
     _stop_at_fit(engine, Path(report))
     try:
@@ -54,6 +54,8 @@ def main() -> None:
     except HvdtrainError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    if Path(report).exists():  # The script caught the exception that was to end it.
+        return
     print(
         "Error: the script ended without a call of hvdtrain.Trainer's fit, whose step is what is estimated",
         file=sys.stderr,
@@ -61,7 +63,7 @@ def main() -> None:
     sys.exit(UsageError.exit_code)
 
 
-def _stop_at_fit(engine: PlannedEngine, report: Path) -> None:
+def _stop_at_fit(engine: SimulatedHorovod, report: Path) -> None:
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
     from hvdtrain.trainer import strategy_choice
@@ -93,7 +95,7 @@ def refuse_pipeline(*args: Any) -> NoReturn:
     )
 
 
-def _estimate(loop: Loop, plan: FitPlan, engine: PlannedEngine) -> dict[str, Any]:
+def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, Any]:
     """Return this rank's memory and the traffic of its training step, in bytes, as JSON types.
 
     Raises:

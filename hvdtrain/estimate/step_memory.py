@@ -148,7 +148,7 @@ def _list_bytes(op: Any, place: int) -> int:
     item = _item(body, place)
     if item is None or any(_item(body, before) is item for before in range(place)):
         return 0
-    return (item.shape.num_elements() or 0) * item.dtype.size * _rounds(op)
+    return (item.shape.num_elements() or 0) * item.dtype.size * _iterations(op)
 
 
 def _item(body: Any, place: int) -> Any:
@@ -174,7 +174,7 @@ def _origin(tensor: Any) -> Any:
     return tensor
 
 
-def _rounds(op: Any) -> int:
+def _iterations(op: Any) -> int:
     """Return the maximum number of iterations of a loop; 1 if it is not static."""
     limit = op.inputs[1]
     if limit.op.type == "Max":  # Keras's RNN loop: the maximum sequence length.
@@ -190,7 +190,7 @@ def _inside(op: Any) -> int:
     most = max(map(peak_bytes, _functions(op)), default=0)
     if op.type in ("While", "StatelessWhile"):
         # Up to so many iterations run at once, as their dependencies allow.
-        return most * min(_rounds(op), op.get_attr("parallel_iterations"))
+        return most * min(_iterations(op), op.get_attr("parallel_iterations"))
     return most
 
 

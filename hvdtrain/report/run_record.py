@@ -63,7 +63,7 @@ class Epoch(Point):
 
 
 @dataclass(frozen=True)
-class Place:
+class PassProgress:
     """The progress of a pass over data.
 
     Attributes:
@@ -133,8 +133,8 @@ class RunRecord:
         end: How the run ended; empty if it has not.
         is_live: Whether the run has not ended, and wrote an event in the last LIVE_SECONDS.
         clock: Time of the last event, in seconds since 1970.
-        place: Place in the training; None before the first step.
-        aside: Place in a validation, or in a pass outside of a training; None while it trains.
+        place: PassProgress in the training; None before the first step.
+        other_pass: PassProgress in a validation, or in a pass outside of a training; None while it trains.
         seconds_left: Time until the end of the last epoch, at the speed so far; None if not known yet.
         memory: Bytes in use by rank 0, by kind.
     """
@@ -150,8 +150,8 @@ class RunRecord:
     end: str
     is_live: bool
     clock: float
-    place: Place | None
-    aside: Place | None
+    place: PassProgress | None
+    other_pass: PassProgress | None
     seconds_left: float | None
     memory: Mapping[str, float]
 
@@ -262,8 +262,8 @@ class RunReader:
 
     def __init__(self, name: str = "") -> None:
         self.name = name
-        self.place: Place | None = None
-        self.aside: Place | None = None
+        self.place: PassProgress | None = None
+        self.other_pass: PassProgress | None = None
         self.memory: Mapping[str, float] = {}
         self.windows: list[Window] = []
         self.epochs: dict[int, Epoch] = {}
@@ -309,7 +309,7 @@ class RunReader:
             is_live=not self.end and now - self.clock < LIVE_SECONDS,
             clock=self.clock,
             place=self.place,
-            aside=self.aside,
+            other_pass=self.other_pass,
             seconds_left=self._seconds_left(),
             memory=self.memory,
         )
@@ -335,7 +335,7 @@ class RunReader:
             self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
         self._began, self.workers, self.epochs_planned = clock, workers, epochs
         self.end = ""
-        self.place = self.aside = self._first = None
+        self.place = self.other_pass = self._first = None
         planned = event.get("steps_per_epoch")
         self._steps_per_epoch = None if planned is None else int(planned)
         # Steps after the checkpoint are trained again.
@@ -368,11 +368,11 @@ class RunReader:
             steps = steps or self._steps_per_epoch
             self._train(int(event["epoch"]), step, steps, speed, event["values"], clock)
         elif event["ended"]:
-            self.aside = None
+            self.other_pass = None
         else:
             if self.end:  # A pass after the training, not its validation.
                 self.end, self.place = "", None
-            self.aside = Place(
+            self.other_pass = PassProgress(
                 str(event["title"]), None, step, steps, speed, _shown(event["values"])
             )
 
@@ -383,7 +383,7 @@ class RunReader:
         shown = _shown(values)
         if not shown and self.place is not None:
             shown = dict(self.place.values)
-        self.place = Place(title, epoch, step, steps, speed, shown)
+        self.place = PassProgress(title, epoch, step, steps, speed, shown)
         done = _done(self.place, self.epochs_planned)
         self._placed = clock
         # Measure from here, not from the beginning: the first step includes tracing.
@@ -444,7 +444,7 @@ def _shown(values: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: None if one is None else float(one) for name, one in values.items()}
 
 
-def _done(place: Place, epochs: int) -> float | None:
+def _done(place: PassProgress, epochs: int) -> float | None:
     """Return the share of a training of `epochs` epochs that is done at `place`; None if it is not known."""
     if place.epoch is None or not place.steps or not epochs:
         return None

@@ -143,7 +143,7 @@ class HorovodStrategy(Strategy):
         self._compare(replicated_variables(model, local=local_variables(model)), when)
 
     def _compare(self, variables: Sequence[Any], when: str) -> None:
-        apart = [] if self.runner.rounds is None else self.runner.rounds.apart
+        apart = [] if self.runner.rounds is None else self.runner.rounds.divergent_variables
         for ranks, held in self.position.by_holders(without(variables, apart)):
             check_replicas(variables=held, when=when, process_set=ranks)
 

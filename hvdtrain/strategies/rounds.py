@@ -60,13 +60,15 @@ class Rounds:
             for slot in state
         ]
         self.steps = 0
-        self._own = self._all = 0  # Examples in this round, of this rank and of all ranks.
+        self._local_examples = self._global_examples = (
+            0  # Examples in this round, of this rank and of all ranks.
+        )
         is_outer = isinstance(sync, DiLoCo)
         self._begin = [_like(w) for w in self._weights] if is_outer else []
         self._momenta = [_like(w) for w in self._weights] if is_outer else []
 
     @property
-    def left(self) -> int:
+    def steps_left(self) -> int:
         """Number of steps left in this round."""
         return self._sync.every - self.steps
 
@@ -79,25 +81,25 @@ class Rounds:
     def count(self, shares: Sequence[Share]) -> None:
         """Count the steps trained on `shares`; a collective if they complete the round."""
         self.steps += len(shares)
-        self._own += sum(share.examples for share in shares)
-        self._all += sum(share.global_examples for share in shares)
-        if not self.left:
+        self._local_examples += sum(share.examples for share in shares)
+        self._global_examples += sum(share.global_examples for share in shares)
+        if not self.steps_left:
             self.end()
 
     def end(self) -> None:
         """End the round: synchronize the weights. A collective, unless no step was trained in this round."""
         if not self.steps:
             return
-        part = self._own / self._all
+        part = self._local_examples / self._global_examples
         if isinstance(self._sync, DiLoCo):
-            self._step_outside(self._sync, part)
+            self._outer_step(self._sync, part)
         else:
             for targets in by_dtype([*self._weights, *self._slots]):
                 values = _summed([v.value() for v in targets], part, self._ranks, "float32")
                 _assign(targets, values)
-        self.steps = self._own = self._all = 0
+        self.steps = self._local_examples = self._global_examples = 0
 
-    def _step_outside(self, sync: DiLoCo, part: float) -> None:
+    def _outer_step(self, sync: DiLoCo, part: float) -> None:
         """Take a step of the outer optimizer.
 
         Douillard et al. 2023, algorithm 1, line 14, with the change of the weights in place of its negative.
@@ -119,28 +121,37 @@ class Rounds:
     # State for checkpoints.
 
     @property
-    def apart(self) -> list[tf.Variable]:
+    def divergent_variables(self) -> list[tf.Variable]:
         """Variables that may currently differ between ranks."""
         if self.steps:
             return [*self._weights, *self._slots]
         return self._slots if isinstance(self._sync, DiLoCo) else []
 
     @property
-    def shared(self) -> list[tf.Variable]:
+    def replicated_variables(self) -> list[tf.Variable]:
         """Variables that are equal on all ranks, in addition to those of the model and its optimizer."""
         return [*self._begin, *self._momenta]
 
     def state(self) -> dict[str, Any]:
         """Return this rank's own state, in types that `encoding.encode` accepts."""
-        values = [shared_memory_value(v) for v in self.apart]
-        return {"steps": self.steps, "own": self._own, "all": self._all, "apart": values}
+        values = [shared_memory_value(v) for v in self.divergent_variables]
+        return {
+            "steps": self.steps,
+            "own": self._local_examples,
+            "all": self._global_examples,
+            "apart": values,
+        }
 
-    def give(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned on this rank."""
-        self.steps, self._own, self._all = state["steps"], state["own"], state["all"]
-        _assign(self.apart, state["apart"])
+        self.steps, self._local_examples, self._global_examples = (
+            state["steps"],
+            state["own"],
+            state["all"],
+        )
+        _assign(self.divergent_variables, state["apart"])
 
-    def give_others(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def restore_average(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Start a new round from the average of other ranks' states, weighted by their examples in the round."""
         self.steps = max(state["steps"] for state in states)
         if self.steps:
@@ -153,8 +164,8 @@ class Rounds:
                 )
                 for each in values
             ]
-            _assign(self.apart, mean)
-        self.steps = self._own = self._all = 0
+            _assign(self.divergent_variables, mean)
+        self.steps = self._local_examples = self._global_examples = 0
 
 
 class RoundSteps:
@@ -168,7 +179,7 @@ class RoundSteps:
         """Train on `shares`, one after the other; return this rank's logs so far."""
         logs: Logs = {}
         while shares:
-            now, shares = shares[: self._rounds.left], shares[self._rounds.left :]
+            now, shares = shares[: self._rounds.steps_left], shares[self._rounds.steps_left :]
             self._rounds.begin()
             logs = self._steps.train(now)
             self._rounds.count(now)

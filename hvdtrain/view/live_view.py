@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.report.run_record import Place, RunRecord, Slowest
+from rich.cells import cell_len, set_cell_size
+
+from hvdtrain.report.run_record import PassProgress, RunRecord, Slowest
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDEST_BAR, WIDEST_CURVE, WIDEST_NAME = 40, 24, 20
@@ -30,7 +31,7 @@ Part = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Look:
+class Screen:
     """Size and capabilities of a terminal.
 
     Attributes:
@@ -69,27 +70,27 @@ def is_drawable(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
-def lines_of(run: RunRecord, look: Look) -> list[Line]:
+def render(run: RunRecord, screen: Screen) -> list[Line]:
     """Return the rows of the view, fewer than the terminal has; none before the first step."""
     rows: list[list[Part]] = []
     if run.place is not None:
         has_time = run.seconds_left is not None and not run.end
         left = f"{_time(run.seconds_left or 0)} left" if has_time else ""
-        rows.append(_bar(run.place.title, run.done, left, look))
-        rows.append(_facts(run, run.place, look))
-    if run.aside is not None:
-        rows.append(_aside(run.aside, run.place is None, look))
+        rows.append(_bar(run.place.title, run.done, left, screen))
+        rows.append(_facts(run, run.place, screen))
+    if run.other_pass is not None:
+        rows.append(_aside(run.other_pass, run.place is None, screen))
     if run.place is not None:
-        slowest = _slowest(run.slowest, look)
-        room = look.rows - 1 - len(rows) - len(slowest)
-        rows += _metrics(run, run.place, look)[: max(0, room)]
+        slowest = _slowest(run.slowest, screen)
+        room = screen.rows - 1 - len(rows) - len(slowest)
+        rows += _metrics(run, run.place, screen)[: max(0, room)]
         rows += slowest
-    return [_line(row, look) for row in rows[: max(1, look.rows - 1)]]
+    return [_line(row, screen) for row in rows[: max(1, screen.rows - 1)]]
 
 
-def plain_line(text: str, look: Look) -> Line:
+def plain_line(text: str, screen: Screen) -> Line:
     """Return a row of plain text, cut to the width of the terminal."""
-    return _line([(text, "")], look)
+    return _line([(text, "")], screen)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -105,36 +106,36 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _bar(title: str, done: float | None, left: str, look: Look) -> list[Part]:
+def _bar(title: str, done: float | None, left: str, screen: Screen) -> list[Part]:
     if done is None:
         return [(title, "bold")]
     right = f" {math.floor(100 * done):3d}%" + (f"  {left}" if left else "")
-    width = min(WIDEST_BAR, look.width - 1 - _cells(title) - len(right))
+    width = min(WIDEST_BAR, screen.width - 1 - cell_len(title) - len(right))
     if width < 5:
         return [(title, "bold"), (right, "")]
     full = round(width * done)
-    on, off = ("━", "─") if look.blocks else ("#", "-")
+    on, off = ("━", "─") if screen.blocks else ("#", "-")
     return [(f"{title} ", "bold"), (on * full, "bar"), (off * (width - full), "dim"), (right, "")]
 
 
-def _facts(run: RunRecord, place: Place, look: Look) -> list[Part]:
+def _facts(run: RunRecord, place: PassProgress, screen: Screen) -> list[Part]:
     of = "" if place.steps is None else f"/{place.steps:,}"
     memory = [f"{_MEMORY.get(name, name)} {_size(size)}" for name, size in run.memory.items()]
     workers = [f"{run.workers} workers"] if run.workers > 1 else []
     speed = f"{place.examples_per_second:,.0f} examples/s"
-    return _fitting([f"step {place.step:,}{of}", speed, *workers, *memory], look)
+    return _fitting([f"step {place.step:,}{of}", speed, *workers, *memory], screen)
 
 
-def _aside(place: Place, alone: bool, look: Look) -> list[Part]:
+def _aside(place: PassProgress, alone: bool, screen: Screen) -> list[Part]:
     done = None if not place.steps else min(1.0, place.step / place.steps)
     of = "" if place.steps is None else f"/{place.steps:,}"
     words = f"{place.step:,}{of}  {place.examples_per_second:,.0f} examples/s"
     # During training, the only bar is the training's.
-    row = _bar(place.title, done, words, look) if alone else [(f"{place.title} {words}", "dim")]
+    row = _bar(place.title, done, words, screen) if alone else [(f"{place.title} {words}", "dim")]
     return row + ([] if done is not None else [(f"  {words}", "")] if alone else [])
 
 
-def _metrics(run: RunRecord, place: Place, look: Look) -> list[list[Part]]:
+def _metrics(run: RunRecord, place: PassProgress, screen: Screen) -> list[list[Part]]:
     """Return a row for each metric (name, current value, curve), with its validation values beside it or below."""
     own = [name for name in place.values if not name.startswith("val_")][:MOST_METRICS]
     if not own:
@@ -144,21 +145,21 @@ def _metrics(run: RunRecord, place: Place, look: Look) -> list[list[Part]]:
         for name in own
     }
     # Below, validation's names are four characters ("val_") longer.
-    beside = look.columns >= LEAST_BESIDE
+    beside = screen.columns >= LEAST_BESIDE
     longer = 0 if beside or not any(ends.values()) else 4
-    name_width = min(WIDEST_NAME, max(map(_cells, own)) + longer)
-    room = look.width - 11 - name_width
-    curve = min(WIDEST_CURVE, room // 2 - 10 if beside else room) if look.blocks else 0
+    name_width = min(WIDEST_NAME, max(map(cell_len, own)) + longer)
+    room = screen.width - 11 - name_width
+    curve = min(WIDEST_CURVE, room // 2 - 10 if beside else room) if screen.blocks else 0
     rows = []
     for name in own:
         within = [w.values[name] for w in run.windows if name in w.values]
-        row = _metric(_padded(name, name_width), place.values[name], within, curve)
+        row = _metric(set_cell_size(name, name_width), place.values[name], within, curve)
         rows.append(row)
         if ends[name] and beside:
             gap = " " * max(0, curve - len(within))
             row += _metric(f"{gap}  val", ends[name][-1], ends[name], curve)
         elif ends[name]:
-            label = _padded(f"val_{name}", name_width)
+            label = set_cell_size(f"val_{name}", name_width)
             rows.append(_metric(label, ends[name][-1], ends[name], curve))
     return rows
 
@@ -168,49 +169,35 @@ def _metric(label: str, value: float | None, values: Sequence[float], curve: int
     return [(f"{label} ", "dim"), (f"{number:>9}", style), (f" {sparkline(values, curve)}", "bar")]
 
 
-def _slowest(slowest: Slowest | None, look: Look) -> list[list[Part]]:
+def _slowest(slowest: Slowest | None, screen: Screen) -> list[list[Part]]:
     if slowest is None or slowest.share < LEAST_LOST:
         return []
     behind = f"{slowest.seconds:.1f} s behind ({100 * slowest.share:.0f}%)"
     words = [f"slowest: rank {slowest.rank}", behind, _PHASES[slowest.phase], "in the last epoch"]
-    return [_fitting(words, look, "slow")]
+    return [_fitting(words, screen, "slow")]
 
 
-def _fitting(words: Iterable[str], look: Look, style: str = "") -> list[Part]:
+def _fitting(words: Iterable[str], screen: Screen, style: str = "") -> list[Part]:
     """Return as many of the first words as fit in a row."""
     text = ""
     for word in words:
         longer = f"{text}  {word}" if text else word
-        if text and _cells(longer) > look.width:
+        if text and cell_len(longer) > screen.width:
             break
         text = longer
     return [(text, style)]
 
 
-def _line(parts: Iterable[Part], look: Look) -> Line:
+def _line(parts: Iterable[Part], screen: Screen) -> Line:
     """Join the parts, cut to the width of a row, so that the terminal does not wrap it."""
-    text, room = "", look.width
+    text, room = "", screen.width
     for part, style in parts:
         kept = "".join(c for c in part if c.isprintable())
-        while _cells(kept) > room:
-            kept = kept[:-1]
-        room -= _cells(kept)
-        code = _STYLES[style] if look.colour else ""
+        kept = set_cell_size(kept, min(cell_len(kept), room))
+        room -= cell_len(kept)
+        code = _STYLES[style] if screen.colour else ""
         text += f"\x1b[{code}m{kept}\x1b[0m" if code and kept else kept
-    return Line(text, look.width - room)
-
-
-def _padded(text: str, cells: int) -> str:
-    while _cells(text) > cells:
-        text = text[:-1]
-    return text + " " * (cells - _cells(text))
-
-
-def _cells(text: str) -> int:
-    if text.isascii():
-        return len(text)
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
-    return len(text) + wide - sum(bool(unicodedata.combining(c)) for c in text)
+    return Line(text, screen.width - room)
 
 
 def _time(seconds: float) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, TextIO, cast
 
 from hvdtrain.report.run_record import RunReader
-from hvdtrain.view.live_view import lines_of
-from hvdtrain.view.region import Region, look_of
+from hvdtrain.view.live_view import render
+from hvdtrain.view.region import Region, screen_of
 
 REDRAW_SECONDS = 0.01
 """Minimum time between two redraws caused by printed lines; a skipped redraw waits for the next event or line."""
@@ -68,18 +68,18 @@ class TerminalView:
     def _draw(self) -> None:
         if self._begun:
             return
-        look = look_of(self._out)
-        lines = lines_of(self._reader.record(), look)
+        screen = screen_of(self._out)
+        lines = render(self._reader.record(), screen)
         if not lines:
             self._erase()
             return
         self._drawn_at = time.monotonic()
-        self._out.write(self._region.draw(lines, look.columns))
+        self._out.write(self._region.draw(lines, screen.columns))
         self._out.flush()
 
     def _erase(self) -> None:
-        look = look_of(self._out)
-        self._out.write(self._region.erase(look.columns))
+        screen = screen_of(self._out)
+        self._out.write(self._region.erase(screen.columns))
         self._out.flush()
 
 

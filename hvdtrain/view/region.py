@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from hvdtrain.view.live_view import Line, Look
+from hvdtrain.view.live_view import Line, Screen
 
 
-def look_of(terminal: TextIO, environ: Mapping[str, str] = os.environ) -> Look:
+def screen_of(terminal: TextIO, environ: Mapping[str, str] = os.environ) -> Screen:
     """Return the current size and capabilities of a terminal, which may be resized at any time.
 
     Args:
@@ -21,7 +21,7 @@ def look_of(terminal: TextIO, environ: Mapping[str, str] = os.environ) -> Look:
         size = os.get_terminal_size(terminal.fileno())
     except OSError:
         size = os.terminal_size((0, 0))
-    return Look(
+    return Screen(
         size.columns or 80,
         size.lines or 24,
         colour=not environ.get("NO_COLOR"),

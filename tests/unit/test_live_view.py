@@ -16,7 +16,7 @@ from hvdtrain.launch.running.live_rows import LiveRows
 from hvdtrain.report.run_record import RunReader, RunRecord
 from hvdtrain.view import own_terminal
 from hvdtrain.view.channel import EventFilter, encoded
-from hvdtrain.view.live_view import BARS, Line, Look, is_drawable, lines_of, sparkline
+from hvdtrain.view.live_view import BARS, Line, Screen, is_drawable, render, sparkline
 from hvdtrain.view.own_terminal import TerminalView
 from hvdtrain.view.region import Region
 
@@ -51,12 +51,12 @@ def run(*args: Any, **more: Any) -> RunRecord:
     return reader.record(now=16.0)
 
 
-def texts(record: RunRecord, look: Look) -> list[str]:
-    return [line.text for line in lines_of(record, replace(look, colour=False))]
+def texts(record: RunRecord, screen: Screen) -> list[str]:
+    return [line.text for line in render(record, replace(screen, colour=False))]
 
 
 def test_what_it_shows() -> None:
-    first, facts, loss, accuracy, slowest = texts(run(), Look(80, 24))
+    first, facts, loss, accuracy, slowest = texts(run(), Screen(80, 24))
     assert first.startswith("Epoch 2/4 ━")
     assert first.endswith("─  37%  0:25 left"), "15 of 40 steps, the first 5 of which did not count"
     assert facts == "step 5/10  100 examples/s  2 workers  memory 2.5 GB  GPU memory 1.0 GB"
@@ -69,10 +69,10 @@ def test_what_it_shows() -> None:
 def test_between_two_epochs_and_within_a_validation() -> None:
     facts = {"title": "Validation", "epoch": None, "step": 3, "steps": 4, "ended": False}
     facts |= {"examples_per_second": 1234.0, "values": {}}
-    _, _, third, *_ = texts(run(**{"pass": facts}), Look(80, 24))
+    _, _, third, *_ = texts(run(**{"pass": facts}), Screen(80, 24))
     assert third == "Validation 3/4  1,234 examples/s"
     assert not any(
-        "Val" in text for text in texts(run(**{"pass": facts | {"ended": True}}), Look(80, 24))
+        "Val" in text for text in texts(run(**{"pass": facts | {"ended": True}}), Screen(80, 24))
     )
 
 
@@ -80,24 +80,24 @@ def test_an_evaluation_alone() -> None:
     reader = RunReader()
     facts = {"event": "pass", "time": 1.0, "title": "Evaluation", "epoch": None, "ended": False}
     reader.take({**facts, "step": 3, "steps": 4, "examples_per_second": 99.0, "values": {}})
-    (line,) = texts(reader.record(), Look(80, 24))
+    (line,) = texts(reader.record(), Screen(80, 24))
     assert line.startswith("Evaluation ━")
     assert line.endswith("─  75%  3/4  99 examples/s")
     reader.take({**facts, "step": 3, "steps": None, "examples_per_second": 99.0, "values": {}})
-    assert texts(reader.record(), Look(80, 24)) == ["Evaluation  3  99 examples/s"]
+    assert texts(reader.record(), Screen(80, 24)) == ["Evaluation  3  99 examples/s"]
 
 
 def test_a_value_that_is_nan_is_seen() -> None:
     values = {"loss": None, "accuracy": 0.5}
     steps = {"epoch": 2, "step": 6, "steps": 1, "examples": 1, "seconds": 1.0, "values": values}
-    assert texts(run(steps=steps), Look(80, 24))[2].split()[:2] == ["loss", "nan"]
+    assert texts(run(steps=steps), Screen(80, 24))[2].split()[:2] == ["loss", "nan"]
 
 
 @pytest.mark.parametrize("columns", [1, 10, 40, 75, 76, 80, 200])
 @pytest.mark.parametrize("rows", [1, 3, 24])
 @pytest.mark.parametrize("blocks", [True, False])
 def test_it_fits(columns: int, rows: int, blocks: bool) -> None:
-    lines = lines_of(run(), Look(columns, rows, blocks=blocks))
+    lines = render(run(), Screen(columns, rows, blocks=blocks))
     assert 1 <= len(lines) <= max(1, rows - 1)
     for line in lines:
         (shown,) = Glass(columns).write(line.text).rows
@@ -108,7 +108,7 @@ def test_it_fits(columns: int, rows: int, blocks: bool) -> None:
 def test_names_of_wide_characters_fit() -> None:
     values = {"損失" * 20: 1.0, "é" * 3: 2.0}
     steps = {"epoch": 2, "step": 6, "steps": 1, "examples": 1, "seconds": 1.0, "values": values}
-    _, _, first, second, _ = lines_of(run(steps=steps), Look(40, 24, colour=False))
+    _, _, first, second, _ = render(run(steps=steps), Screen(40, 24, colour=False))
     assert first.cells <= 37
     assert second.text.startswith("ééé" + " " * 17)
 
@@ -181,7 +181,7 @@ def test_what_is_no_event_is_output() -> None:
 class TestBelowTheOutputOfARun:
     @pytest.fixture
     def terminal(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Terminal:
-        monkeypatch.setattr(live_rows, "look_of", lambda *args: Look(80, 24))
+        monkeypatch.setattr(live_rows, "screen_of", lambda *args: Screen(80, 24))
         monkeypatch.setattr(live_rows, "REDRAW_SECONDS", 0.0)
         one = Terminal(tmp_path, view=LiveRows(sys.__stdout__))
         output = one.output
@@ -245,7 +245,7 @@ class Tty(io.StringIO):
 
 
 def test_a_process_alone_prints_above_its_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_terminal, "look_of", lambda *args: Look(80, 24))
+    monkeypatch.setattr(own_terminal, "screen_of", lambda *args: Screen(80, 24))
     monkeypatch.setattr(own_terminal, "REDRAW_SECONDS", 0.0)
     out = Tty()
     for name in ("stdout", "stderr"):

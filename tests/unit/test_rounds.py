@@ -185,20 +185,20 @@ def test_a_round_goes_on_from_its_state(sync: Any) -> None:
     """To the bit, in other processes; of another number of ranks from the average."""
     before = trained(sync, range(2), end=False)
     states = [rank.rounds.state() for rank in before]
-    shared = [[v.numpy() for v in rank.rounds.shared] for rank in before]
+    shared = [[v.numpy() for v in rank.rounds.replicated_variables] for rank in before]
     everyone = thread_ranks(RANKS)
     after = [Rank(ranks, sync) for ranks in everyone]
     for rank, state, values in zip(after, states, shared, strict=True):
         rank.model.optimizer.iterations.assign(2)
-        for variable, value in zip(rank.rounds.shared, values, strict=True):
+        for variable, value in zip(rank.rounds.replicated_variables, values, strict=True):
             variable.assign(value)
-        rank.rounds.give(state)
+        rank.rounds.restore(state)
     together(everyone, lambda ranks: after[ranks.rank()].train(range(2, 5)))
     undisturbed = trained(sync, range(5), end=False)
     for one, other in zip(after, undisturbed, strict=True):
         assert str(one.weights() + one.momenta()) == str(other.weights() + other.momenta())
     (alone,) = [Rank(ranks, sync) for ranks in thread_ranks(1)]
-    alone.rounds.give_others(states)
+    alone.rounds.restore_average(states)
     parts = [state["own"] / state["all"] for state in states]
     wanted = mean(np.array(parts), [rank.weights() for rank in before])
     np.testing.assert_allclose(alone.weights()[0], wanted[0], rtol=1e-6)

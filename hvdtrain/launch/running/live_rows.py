@@ -8,8 +8,8 @@ from typing import TextIO
 
 from hvdtrain.report.run_record import RunReader
 from hvdtrain.view.channel import EventFilter
-from hvdtrain.view.live_view import Look, lines_of
-from hvdtrain.view.region import Region, look_of
+from hvdtrain.view.live_view import Screen, render
+from hvdtrain.view.region import Region, screen_of
 
 REDRAW_SECONDS = 0.05
 """Minimum time between two redraws."""
@@ -28,7 +28,7 @@ class LiveRows:
     _region: Region = field(default_factory=Region)
     _events: EventFilter = field(default_factory=EventFilter)
     _is_new: bool = False
-    _look: Look | None = None
+    _screen: Screen | None = None
     _drawn_at: float = float("-inf")
 
     def take(self, data: bytes) -> bytes:
@@ -48,18 +48,18 @@ class LiveRows:
 
         The cursor must be at the end of the view; if it is not drawn, at the beginning of a line.
         """
-        look = look_of(self.terminal)
-        as_it_should = self._region.drawn and look == self._look and not self._is_new
+        screen = screen_of(self.terminal)
+        as_it_should = self._region.drawn and screen == self._screen and not self._is_new
         if as_it_should or time.monotonic() - self._drawn_at < REDRAW_SECONDS:
             return b""
-        lines = [] if self._reader.end else lines_of(self._reader.record(), look)
-        self._is_new, self._look = False, look
+        lines = [] if self._reader.end else render(self._reader.record(), screen)
+        self._is_new, self._screen = False, screen
         if not lines:
             return self.erase()
         self._drawn_at = time.monotonic()
-        return self._region.draw(lines, look.columns).encode(self.terminal.encoding, "replace")
+        return self._region.draw(lines, screen.columns).encode(self.terminal.encoding, "replace")
 
     def erase(self) -> bytes:
         """Return the bytes that clear the view, before other output."""
-        columns = look_of(self.terminal).columns
+        columns = screen_of(self.terminal).columns
         return self._region.erase(columns).encode()
