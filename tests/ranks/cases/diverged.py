@@ -15,7 +15,7 @@ from small import layers, optimizers, weights
 
 import hvdtrain
 from hvdtrain.collectives.consistency import on_first
-from hvdtrain.trainer import looks
+from hvdtrain.trainer import periodic_check
 
 BATCH, BAD = 8, 22
 X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
@@ -180,7 +180,7 @@ def case_rewound() -> dict[str, Any]:
         folder = new_folder()
         saving = {"run_dir": folder, "checkpoints": hvdtrain.Checkpoints()}
         trained = trainer(on_nan="rewind", **saving, **options)
-        with mock.patch.object(looks, "LOOK_SECONDS", 0.0):  # After every step.
+        with mock.patch.object(periodic_check, "CHECK_SECONDS", 0.0):  # After every step.
             history = trained.fit(
                 X, Y, epochs=2, shuffle=False, verbose=0, callbacks=Spoil()
             ).history
@@ -201,7 +201,7 @@ def case_rewound_in_vain() -> list[str]:
         saving = {"run_dir": new_folder(), "checkpoints": hvdtrain.Checkpoints()}
         x = X if callbacks else spoilt()
         try:
-            with mock.patch.object(looks, "LOOK_SECONDS", 0.0):
+            with mock.patch.object(periodic_check, "CHECK_SECONDS", 0.0):
                 trainer(on_nan="rewind", guard=False, **saving).fit(
                     x, Y, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
                 )
