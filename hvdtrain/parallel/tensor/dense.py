@@ -37,7 +37,7 @@ class ColumnParallelDense(SplitLayer, keras.layers.Dense):
         self, units: int, *, group: Communicator, gather_output: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(units, **kwargs)
-        self.join(group)
+        self.set_group(group)
         self.gather_output = gather_output
 
     def build(self, input_shape: Any) -> None:
@@ -83,7 +83,7 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
         self, units: int, *, group: Communicator, input_is_split: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(units, **kwargs)
-        self.join(group)
+        self.set_group(group)
         self.input_is_split = input_is_split
 
     def build(self, input_shape: Any) -> None:

@@ -24,7 +24,7 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
         self, input_dim: int, output_dim: int, *, group: Communicator, **kwargs: Any
     ) -> None:
         super().__init__(input_dim, output_dim, **kwargs)
-        self.join(group)
+        self.set_group(group)
 
     def build(self, input_shape: Any = None) -> None:
         if self.built:
