@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -47,11 +47,21 @@ def average_statistics(
     targets = [tf_variable(v) for v in statistics_variables(model, local)]
     if not targets or ranks.size() == 1:
         return
-    flat = tf.concat([tf.cast(tf.reshape(t, [-1]), tf.float64) for t in targets], axis=0)
-    mean = ranks.allreduce(flat, "hvdtrain_statistics", Average)
-    parts = tf.split(mean, [t.shape.num_elements() for t in targets])
-    for target, part in zip(targets, parts, strict=True):
-        target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))
+    mean = ranks.allreduce(pack(targets, tf.float64), "hvdtrain_statistics", Average)
+    for target, part in zip(targets, unpack(mean, targets), strict=True):
+        target.assign(part)
+
+
+def pack(values: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
+    """Return all elements of `values` (tensors or variables) as one vector of `dtype`, for a single collective."""
+    return tf.concat([tf.reshape(tf.cast(value, dtype), [-1]) for value in values], axis=0)
+
+
+def unpack(flat: tf.Tensor, values: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the parts of `flat`, a result of `pack(values, ...)`, in the shapes and dtypes of `values`."""
+    parts = tf.split(flat, [value.shape.num_elements() for value in values])
+    pairs = zip(parts, values, strict=True)
+    return [tf.cast(tf.reshape(part, value.shape), value.dtype) for part, value in pairs]
 
 
 def fold_rank_into_seeds(model: keras.Model, rank: int) -> None:

@@ -63,7 +63,7 @@ class SimulatedHorovod:
 
     def install(self) -> None:
         """Replace the functions of horovod.tensorflow and the backend of its process sets."""
-        constants = {
+        functions = {
             "init": self.init,
             "shutdown": lambda: None,
             "is_initialized": lambda: self._runs,
@@ -80,7 +80,7 @@ class SimulatedHorovod:
             "broadcast": self.broadcast,
             "alltoall": self.alltoall,
         }
-        for name, planned in constants.items():
+        for name, planned in functions.items():
             setattr(hvd, name, planned)
         process_sets._setup(self)
 

@@ -14,6 +14,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
+
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.worker.main_module import run_script
 
@@ -146,7 +148,7 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
             "graph": operations * BYTES_PER_OPERATION,
             "input": batch * (1 + SHARES_AHEAD),
         },
-        "resident": max(0, _resident() - weights - _bytes(state)),
+        "resident": max(0, psutil.Process().memory_info().rss - weights - _bytes(state)),
         "sent": dict(sent),
         "messages": len(engine.messages),
         "unknown_messages": sum(message.bytes is None for message in engine.messages),
@@ -165,12 +167,6 @@ def _fusion(sizes: list[int]) -> int:
     limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", DEFAULT_FUSION))
     fused = [size for size in sizes if size < limit]
     return min(limit, sum(fused)) if len(fused) > 1 else 0
-
-
-def _resident() -> int:
-    """Return the resident memory of this process in bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ learning rate schedules stay aligned over the ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,6 +22,7 @@ from hvdtrain.collectives.communicator import Communicator, LoneRank
 from hvdtrain.collectives.compression import bf16_sum, int8_sum
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.reduction import Reduction
+from hvdtrain.collectives.statistics import pack, unpack
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import distribute
@@ -60,9 +60,8 @@ class Rounds:
             for slot in state
         ]
         self.steps = 0
-        self._local_examples = self._global_examples = (
-            0  # Examples in this round, of this rank and of all ranks.
-        )
+        # Examples in this round, of this rank and of all ranks.
+        self._local_examples = self._global_examples = 0
         is_outer = isinstance(sync, DiLoCo)
         self._begin = [_like(w) for w in self._weights] if is_outer else []
         self._momenta = [_like(w) for w in self._weights] if is_outer else []
@@ -94,7 +93,9 @@ class Rounds:
         if isinstance(self._sync, DiLoCo):
             self._outer_step(self._sync, part)
         else:
-            for targets in by_dtype([*self._weights, *self._slots]):
+            variables = [*self._weights, *self._slots]
+            for numbers in _by_dtype(variables):
+                targets = [variables[number] for number in numbers]
                 values = _summed([v.value() for v in targets], part, self._ranks, "float32")
                 _assign(targets, values)
         self.steps = self._local_examples = self._global_examples = 0
@@ -104,15 +105,10 @@ class Rounds:
 
         Douillard et al. 2023, algorithm 1, line 14, with the change of the weights in place of its negative.
         """
-        pairs = list(zip(self._weights, self._begin, strict=True))
-        changes = [weight.value() - begin.value() for weight, begin in pairs]
-        place = {id(v): number for number, v in enumerate(self._weights)}
-        for targets in by_dtype(self._weights):
-            numbers = [place[id(v)] for v in targets]
-            sent = [changes[number] for number in numbers]
-            for number, change in zip(
-                numbers, _summed(sent, part, self._ranks, sync.exchange), strict=True
-            ):
+        for numbers in _by_dtype(self._weights):
+            own = [self._weights[n].value() - self._begin[n].value() for n in numbers]
+            changes = _summed(own, part, self._ranks, sync.exchange)
+            for number, change in zip(numbers, changes, strict=True):
                 momentum = self._momenta[number]
                 momentum.assign(sync.outer_momentum * momentum + change)
                 ahead = sync.outer_learning_rate * (change + sync.outer_momentum * momentum)
@@ -144,11 +140,8 @@ class Rounds:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned on this rank."""
-        self.steps, self._local_examples, self._global_examples = (
-            state["steps"],
-            state["own"],
-            state["all"],
-        )
+        self.steps = state["steps"]
+        self._local_examples, self._global_examples = state["own"], state["all"]
         _assign(self.divergent_variables, state["apart"])
 
     def restore_average(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -240,12 +233,12 @@ def trained_alone(optimizer: Any, reduction: Reduction) -> Any:
     return distribute(optimizer, Reduction(process_set=rank))
 
 
-def by_dtype(variables: Sequence[tf.Variable]) -> list[list[tf.Variable]]:
-    """Return the floating-point variables among `variables`, grouped by dtype."""
-    found: dict[str, list[tf.Variable]] = {}
-    for variable in variables:
+def _by_dtype(variables: Sequence[tf.Variable]) -> list[list[int]]:
+    """Return the places of the floating-point variables in `variables`, grouped by dtype."""
+    found: dict[str, list[int]] = {}
+    for number, variable in enumerate(variables):
         if variable.dtype.is_floating:
-            found.setdefault(variable.dtype.name, []).append(variable)
+            found.setdefault(variable.dtype.name, []).append(number)
     return list(found.values())
 
 
@@ -255,16 +248,13 @@ def _summed(
     """Return `values` (all of one dtype), weighted by each rank's `part` and summed over the ranks. A collective."""
     dtype = values[0].dtype
     exact = tf.float64 if dtype == tf.float64 else tf.float32
-    flat = tf.concat([tf.reshape(tf.cast(value, exact), [-1]) for value in values], axis=0)
-    flat *= tf.cast(part, exact)
+    flat = pack(values, exact) * tf.cast(part, exact)
     name = f"hvdtrain_round_{dtype.name}"
     if wire == "float32":
         total = ranks.allreduce(flat, name)
     else:
         total = (bf16_sum if wire == "bfloat16" else int8_sum)(flat, name, ranks)
-    sizes = [math.prod(value.shape) for value in values]
-    pairs = zip(tf.split(total, sizes), values, strict=True)
-    return [tf.cast(tf.reshape(one, value.shape), dtype) for one, value in pairs]
+    return unpack(total, values)
 
 
 def _like(variable: tf.Variable) -> tf.Variable:

@@ -70,9 +70,7 @@ class Preemption:
         """
         if not (now or self._check.due(steps)):
             return False, False
-        told, everyones = self._check.reduce_max(
-            steps, [self.stop_requested or self._hosts.heard, due]
-        )
+        told, everyones = self._check.reduce_max(steps, [self._interrupted, due])
         return bool(told), bool(everyones)
 
     def in_validation(self) -> Callable[[int], bool]:
@@ -86,9 +84,14 @@ class Preemption:
         def agreed(batches: int) -> bool:
             if not check.due(batches):
                 return False
-            return bool(check.reduce_max(batches, [self.stop_requested or self._hosts.heard])[0])
+            return bool(check.reduce_max(batches, [self._interrupted])[0])
 
         return agreed
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether this rank was asked to stop or was notified of other hosts."""
+        return self.stop_requested or self._hosts.heard
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._terminated = True
