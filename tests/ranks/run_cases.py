@@ -31,6 +31,8 @@ def main() -> None:
     rank = runtime.init().rank
     launched_by = psutil.Process().parent()
     sys.path[:0] = [str(CASES), str(CASES.parents[1])]
+    # What was imported stays: looking through it for garbage takes a tenth of the time of cases.
+    gc.freeze()
     before = dict(os.environ)
     (folder / f"rank{rank}.part").write_text(str(os.getpid()))
     (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pid")

@@ -19,8 +19,10 @@ def own_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def hangups_count() -> Iterator[None]:
-    """Whoever started the tests may have told them to ignore SIGHUP, as nohup does; commands would heed that."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def signals_count() -> Iterator[None]:
+    """Whoever started the tests may have told them to ignore these, as nohup and `script &` do; commands would too."""
+    defaults = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -57,6 +57,8 @@ def test_short_cycles_only_where_they_pay() -> None:
     assert "HOROVOD_CYCLE_TIME" not in engine_environment(ONE_HOST, "6.8.0")
     two_hosts = {"HOROVOD_LOCAL_SIZE": "2", "HOROVOD_SIZE": "4"}
     assert "HOROVOD_CYCLE_TIME" not in engine_environment(two_hosts, "6.12.0")
+    over_gloo = ONE_HOST | {"HOROVOD_CONTROLLER": "gloo"}
+    assert "HOROVOD_CYCLE_TIME" not in engine_environment(over_gloo, "6.12.0")
     chosen = ONE_HOST | {"HOROVOD_CYCLE_TIME": "5"}
     assert "HOROVOD_CYCLE_TIME" not in engine_environment(chosen, "6.12.0")
 
