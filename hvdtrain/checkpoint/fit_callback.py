@@ -11,6 +11,7 @@ import keras
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
 from hvdtrain.checkpoint.lock import this_process
 from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.position import Position
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.corrections import correct
@@ -122,8 +123,8 @@ class CheckpointCallback(keras.callbacks.Callback):
             )
         self.model._initial_epoch = epochs if ended else self._epochs_done
         if ALL_RANKS.rank() == 0:
-            where = _where(self._epochs_done, epochs, ended)
-            logger().info("folder %r: %s", str(self._folder), where)
+            found = Position(self._epochs_done, stopped=position["stopped"])
+            logger().info("folder %r: %s", str(self._folder), found.describe(epochs))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.model._initial_epoch = None  # Otherwise the next fit of this model would begin there.
@@ -173,11 +174,3 @@ def _plain(value: Any) -> Any:
         kind = tuple if isinstance(value, tuple) else list
         return kind(map(_plain, value))
     return value
-
-
-def _where(done: int, epochs: int, ended: bool) -> str:
-    if done >= epochs:
-        return f"nothing to train: {done} epochs are complete, epochs={epochs}"
-    if ended:
-        return f"nothing to train: a callback stopped this run after epoch {done} of {epochs}"
-    return f"resuming in epoch {done + 1} of {epochs}"

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
+from hvdtrain.checkpoint.position import Position
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.collectives.finite import FiniteWatch
@@ -36,7 +37,7 @@ from hvdtrain.trainer.callback_ranks import (
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.progress import Progress, Show, showing
-from hvdtrain.trainer.resume import FitCheckpoints, Position
+from hvdtrain.trainer.resume import FitCheckpoints
 from hvdtrain.trainer.run_facts import facts_of
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import StragglerWatch

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -27,13 +27,14 @@ from hvdtrain.checkpoint.folder import (
 )
 from hvdtrain.checkpoint.lock import lock_folder, lock_kept
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
+from hvdtrain.checkpoint.position import Position
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, on_first, raise_alike
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
-from hvdtrain.errors import EngineError, Preempted, UsageError, warn_user
+from hvdtrain.errors import EngineError, HvdtrainError, Preempted, UsageError, warn_user
 from hvdtrain.keras_internals.optimizers import rate_variable
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.runtime import Rank, engine_errors
@@ -47,37 +48,6 @@ from hvdtrain.trainer.run_facts import refuse_changes, refuse_parts
 from hvdtrain.worker.elastic_place import ON_DISK, tell_saved
 
 FOLDER = "checkpoints"
-
-
-@dataclass(frozen=True)
-class Position:
-    """A position in a training.
-
-    Attributes:
-        epoch: Index of the next epoch, or of the one in progress, from 0.
-        step: Index of the next step in that epoch, from 0.
-        steps: Number of steps trained so far, over all epochs.
-        stopped: Whether a callback has ended the training.
-        trained: Logs of the epoch's steps, if all of them are trained and only its validation is left.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    steps: int = 0
-    stopped: bool = False
-    trained: Logs | None = None
-
-    def describe(self, epochs: int) -> str:
-        """Return a message for the user about how a run of `epochs` epochs continues from here."""
-        if self.stopped and self.epoch < epochs:
-            return (
-                f"nothing to train: a callback stopped this run in epoch {self.epoch} of {epochs}"
-            )
-        if self.epoch >= epochs:
-            return f"nothing to train: {self.epoch} epochs are complete, epochs={epochs}"
-        if self.trained is not None:
-            return f"resuming with the validation of epoch {self.epoch + 1} of {epochs}"
-        return f"resuming in epoch {self.epoch + 1} of {epochs}, after step {self.step}"
 
 
 class FitCheckpoints:
@@ -118,6 +88,9 @@ class FitCheckpoints:
         self._alike = True
         self._writing: BackgroundWrite | None = None
         self._failures: list[str] = []  # Failed saves in a row, on rank 0.
+        self._written: int | None = (
+            None  # Step of the newest written checkpoint; on all ranks after the last save.
+        )
         self._same_as: dict[int, int] = {}  # Checkpoint saved after a rewind -> restored one.
         self._mirror: Mirror | None = None
         self._opened = False
@@ -311,15 +284,26 @@ class FitCheckpoints:
         every = self._schedule.every_steps
         return self._is_time or (every is not None and self.steps - self.saved_steps >= every)
 
-    def preempted(self) -> Preempted | WorkersChanged:
-        """Return the exception to raise after the last save: the job was asked to stop, or its workers change."""
+    def preempted(self) -> HvdtrainError:
+        """Return the exception to raise after the last save: the job was asked to stop, or its workers change.
+
+        It is not Preempted if this process could write no checkpoint: a job that starts again upon its exit code would
+        train the same steps for ever.
+        """
         if is_elastic(os.environ) and not self._preemption.stop_requested:
             return WorkersChanged("hosts have joined or are leaving.")
         file = self._schedule.preemption_file
         by = f" (by the file {str(file)!r})" if self._preemption.by_file else ""
+        stopped = f"this job was asked to stop{by}, and stopped after {self.steps} steps"
+        if self._written is None:
+            return HvdtrainError(f"{stopped}, and no checkpoint could be written: see the warnings")
+        lost = self.steps - self._written
+        if lost:
+            stopped += (
+                f", of which the last {lost} are lost, as no checkpoint of them could be written"
+            )
         return Preempted(
-            f"this job was asked to stop{by}, and stopped after {self.steps} steps. Run the same command again to "
-            f"resume from the newest checkpoint in {str(self._folder)!r}"
+            f"{stopped}. Run the same command again to resume from the newest checkpoint in {str(self._folder)!r}"
         )
 
     def save(
@@ -372,7 +356,7 @@ class FitCheckpoints:
             self._writing = BackgroundWrite(self.steps, write)
         if last:
             # All ranks wait: if one exits with an error code, the launcher ends rank 0 before it has written.
-            on_first(self._finish_writing, self._name)
+            self._written = on_first(self._newest_written, self._name)
 
     def _state_of(self, model: keras.Model) -> TrainingState:
         if self._state is None:
@@ -408,6 +392,10 @@ class FitCheckpoints:
             f"newest checkpoint in {str(self._folder)!r}"
         )
 
+    def _newest_written(self) -> int | None:
+        self._finish_writing()
+        return self._written
+
     def _finish_writing(self) -> None:
         """Wait for the checkpoint being written, and warn if it failed; only rank 0 has one."""
         writing, self._writing = self._writing, None
@@ -415,7 +403,7 @@ class FitCheckpoints:
         if writing is None:
             return
         if error is None or isinstance(error, MirrorError):
-            self.exists = True
+            self.exists, self._written = True, writing.step
         if error is None:
             self._failures = []
             return

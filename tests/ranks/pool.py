@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import results
 
-MOST_RANKS = 8
+MOST_RANKS = 6
 """In memory at a time, of 0.8 GB each."""
 RUNNER = Path(__file__).with_name("run_cases.py")
 START_SECONDS = 180

@@ -22,6 +22,7 @@ def test_ended_at_any_step(results: Results) -> None:
         assert {name: far for name, far in found.items() if far} == {}
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_to_end_saves_and_stops(results: Results) -> None:
     for found in results.of("case_preempted"):
         assert found["differences"] == [] and found["restored"]

@@ -14,6 +14,7 @@ def two() -> Results:
     return on_ranks("data_kinds", np=2)
 
 
+@pytest.mark.slow
 def test_equals_one_process(two: Results) -> None:
     for found in two.of("case_kinds"):
         far = {(kind, what): v for kind, one in found.items() for what, v in one.items()}

@@ -25,6 +25,7 @@ def test_stopped(results: Results) -> None:
             )
 
 
+@pytest.mark.slow
 def test_skipped(results: Results) -> None:
     first, second = results.of("case_skipped")
     for name, found in first.items():

@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from launch import ROOT, program
 
 SCRIPT = str(ROOT / "tests" / "ranks" / "elastic_trainer.py")
@@ -26,6 +27,7 @@ ENVIRON = os.environ | {
 }
 
 
+@pytest.mark.slow
 def test_workers_die_come_and_leave(tmp_path: Path) -> None:
     alone, elastic = tmp_path / "alone", tmp_path / "elastic"
     alone.mkdir()

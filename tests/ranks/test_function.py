@@ -182,5 +182,6 @@ def test_a_function_of_a_cell(tmp_path: Path) -> None:
     assert results == ["['cellcell', 'cellcell']"]
 
 
+@pytest.mark.slow
 def test_the_page_on_notebooks_trains(tmp_path: Path) -> None:
     run_script(PAGE.read_text().split("```python\n")[1].split("```")[0], tmp_path)

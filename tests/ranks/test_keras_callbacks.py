@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from launch import CONTROLLERS, Results, on_ranks
+from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -11,7 +11,7 @@ def results() -> Results:
     return on_ranks("keras_callbacks", np=2, controller="mpi")
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", MPI_OR_SLOW_GLOO)
 def test_horovods_documented_example(controller: str) -> None:
     results = on_ranks("keras_callbacks", controller=controller)
     root, other = results.of("case_documented_example")

@@ -90,6 +90,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     return result(folder)
 
 
+@pytest.mark.slow
 def test_it_ends_as_if_undisturbed(undisturbed: list[object], tmp_path: Path) -> None:
     seed = time.time_ns()
     print(f"seed {seed}")

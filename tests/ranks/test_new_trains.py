@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launch import run_command
 
 
+@pytest.mark.slow
 def test_a_copied_folder_trains(tmp_path: Path) -> None:
     folder = tmp_path / "digits"
     new = [sys.executable, "-m", "hvdtrain.cli", "new", "mnist", str(folder)]

@@ -30,6 +30,8 @@ from cases.parameter_server import (
 from launch import ROOT
 from server_job import SERVE, ServerJob, server_job
 
+pytestmark = pytest.mark.slow
+
 TABLE_ACCURACY = 0.97
 """Of the same table under Horovod."""
 CASES = str(Path(__file__).parent / "cases" / "parameter_server.py")
@@ -139,7 +141,6 @@ def test_what_workers_cannot_do_is_refused(equal: Any) -> None:
         assert name in message
 
 
-@pytest.mark.slow
 def test_digits_and_a_table_are_learnt_asynchronously(tmp_path: Path) -> None:
     """To the same quality as under Horovod, by scripts that know nothing of it."""
     command = ["run", "--strategy", "parameter-server", "--workers", "2", "--ps", "2"]
@@ -172,7 +173,6 @@ def test_digits_and_a_table_are_learnt_asynchronously(tmp_path: Path) -> None:
     assert int(model.optimizer.iterations) == 30 * 45
 
 
-@pytest.mark.slow
 def test_a_lost_worker_comes_back_and_a_lost_server_ends_the_run(tmp_path: Path) -> None:
     """The second worker is started with the training script, as cluster managers do."""
     script = [CASES, "faults", str(tmp_path)]

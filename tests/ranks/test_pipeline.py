@@ -43,6 +43,7 @@ def check(ranks: list[Any], parts: int = 2) -> None:
     assert sum(one["held"] for one in ranks[:parts]) >= ranks[0]["whole"]
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_stages(four: Results) -> None:
     check(four.of("case_sgd"))
 

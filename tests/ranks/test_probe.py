@@ -29,6 +29,7 @@ def test_sums(results: Results) -> None:
     check(results, "case_sums")
 
 
+@pytest.mark.slow
 def test_slices(results: Results) -> None:
     check(results, "case_slices")
 
@@ -43,6 +44,7 @@ def test_several_idle_ranks() -> None:
     check(three, "case_state_without_gradients")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "accumulated", "sharded"])
 def test_overflow(results: Results, way: str) -> None:
     for found in (each[way] for each in results.of("case_overflow")):

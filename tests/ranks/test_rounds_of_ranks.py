@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from launch import on_ranks
 
 
+@pytest.mark.slow
 def test_rounds() -> None:
     first, second = on_ranks("rounds", np=2, controller="mpi").of("case_all")
     for found in (first, second):

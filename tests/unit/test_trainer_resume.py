@@ -24,6 +24,7 @@ from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.collectives.consistency import raise_alike
 from hvdtrain.collectives.finite import is_finite
+from hvdtrain.environment import EXIT_PREEMPTED
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.strategy import Strategy
@@ -157,7 +158,7 @@ def test_a_file_tells_the_job_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not saved.should_stop() and saved.should_stop(now=True)
     assert f"was asked to stop (by the file '{file}'), and stopped after" in str(saved.preempted())
     file.unlink()
-    assert "was asked to stop, and stopped after" in str(saved.preempted())
+    assert "was asked to stop, and stopped after 99 steps" in str(saved.preempted())
 
 
 class SlowDisk:
@@ -239,6 +240,25 @@ def test_a_full_disk_and_weights_that_are_nan_are_warned_of_once_each(saving: An
         "No checkpoint was written after step 2",
     ]
     assert disk.written == [(3, 3.0)]
+
+
+def test_a_job_that_could_not_save_is_not_started_again_for_ever(saving: Any) -> None:
+    disk = SlowDisk(fails=True)
+    disk.free.set()
+    saved, step = saving(disk)
+    with warnings.catch_warnings(record=True):
+        step(1, last=True)
+        error = saved.preempted()
+        assert error.exit_code == 1 and "no checkpoint could be written" in str(error)
+        disk.fails = False
+        step(2, last=True)
+        error = saved.preempted()
+        assert error.exit_code == EXIT_PREEMPTED and "after 2 steps. Run the same" in str(error)
+        disk.fails = True
+        step(5, last=True)
+        error = saved.preempted()
+    assert error.exit_code == EXIT_PREEMPTED
+    assert "after 5 steps, of which the last 3 are lost" in str(error)
 
 
 def test_a_training_that_cannot_save_ends_where_it_is_asked_to(
