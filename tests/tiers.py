@@ -1,11 +1,12 @@
 """Run the tests tier by tier, and end with one line for all of them: `python tests/tiers.py [--all]`.
 
-Unit tests share out the cores file by file. Tests on ranks and on clusters wait as long as they compute: two run at a
-time, on clusters each with hosts and a Slurm of its own.
+Files of tests run beside each other. Tests on ranks and on clusters wait as long as they compute: three and two run at
+a time, on clusters each with hosts and a Slurm of its own.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,10 +16,11 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# At most four processes: each that imports TensorFlow takes 0.6 GB.
-UNIT = ["tests/unit", "-n", "logical", "--maxprocesses", "4", "--dist", "loadfile"]
-# Each with ranks of its own, up to 6 GB of them.
-RANKS = ["tests/ranks", "-n", "2", "--dist", "loadfile"]
+# One process more than cores, as some wait; at most four, as each that imports TensorFlow takes 0.6 GB.
+PROCESSES = str(min((os.cpu_count() or 1) + 1, 4))
+UNIT = ["tests/unit", "-n", PROCESSES, "--dist", "loadfile"]
+# Each with ranks of its own, up to 5 GB of them.
+RANKS = ["tests/ranks", "-n", "3", "--dist", "loadfile"]
 CLUSTER = ["tests/cluster", "-n", "2", "--dist", "loadfile"]
 TIERS = (UNIT, [*RANKS, "-m", "not slow"])
 ALL_TIERS = (UNIT, RANKS, CLUSTER)

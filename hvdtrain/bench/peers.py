@@ -1,20 +1,21 @@
 """Measures the throughput of other ways to train on the same cores, and of hvdtrain, in turn.
 
 All train the same network on the same global batch, held in memory, with SGD and momentum: one process of Keras on one
-core (with its share of the batch) and on all cores, MirroredStrategy, and Horovod's own optimizer on tf-keras, started
-by plain horovodrun. Ways that are not installed are left out.
+core (with its share of the batch) and on all cores, MirroredStrategy, Horovod's own optimizer on tf-keras, started by
+plain horovodrun, and PyTorch's DistributedDataParallel. Ways that are not installed are left out.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import scaling
+from hvdtrain.bench import scaling, torch_peer
 from hvdtrain.bench.measurement import (
     THREADS,
     Launch,
@@ -47,6 +48,7 @@ WAYS = {
     "threads": Way("Keras, one process on all cores", False, "all"),
     "mirrored": Way("MirroredStrategy, one process on all cores", False, "all"),
     "horovod": Way("Horovod's optimizer on tf-keras, horovodrun", False, "each", "tf_keras"),
+    "torch": Way("PyTorch, DistributedDataParallel", False, "each", "torch"),
     "bare": Way("hvd.allreduce on each gradient", False, "each"),
     "keras": Way("hvdtrain.keras", True, "each"),
     "trainer": Way("hvdtrain.Trainer", True, "each"),
@@ -73,17 +75,24 @@ def measure_peers(
     ways = {name: way for name, way in WAYS.items() if importlib.util.find_spec(way.needs)}
 
     def rate(name: str, way: Way) -> float:
-        script = Path(__file__ if name in _BUILD else scaling.__file__)
+        modules = {"torch": torch_peer.__file__, **dict.fromkeys(_BUILD, __file__)}
+        script = Path(modules.get(name, scaling.__file__))
         options = {"way": name, "name": model, "batch_size": batch_size, "rounds": ROUNDS}
         if way.cores == "all":
             options["batch_size"], options["cores"] = batch_size * size, size
         ranks = size if way.cores == "each" else 1
-        launcher = plain_horovodrun if name == "horovod" else launch
-        found = run_measurement(launcher, ranks, script, options, _environment(name, way, size))
+        start = {"horovod": plain_horovodrun, "torch": torchrun}.get(name, launch)
+        found = run_measurement(start, ranks, script, options, _environment(name, way, size))
         return Timing(found["step_seconds"], found["examples"]).rate
 
     for _ in range(passes):
         yield {name: rate(name, way) for name, way in ways.items()}
+
+
+def torchrun(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
+    """Return the argv that runs `script` in `np` processes of PyTorch on this machine."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={np}"]
+    return [*run, str(script), *arguments]
 
 
 def _environment(name: str, way: Way, size: int) -> dict[str, str]:

@@ -238,12 +238,16 @@ def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Call
     return lambda: float(steps.train([next(shares)])["loss"])
 
 
-def time_rounds(step: Callable[[], float], rounds: int) -> tuple[list[list[float]], float]:
+def time_rounds(
+    step: Callable[[], float], rounds: int, agree: Callable[[int], int] | None = None
+) -> tuple[list[list[float]], float]:
     """Warm up, then time each step of `rounds` rounds; all rounds and all ranks have the same number of steps.
 
     Args:
         step: Function that trains one step and returns the loss.
         rounds: Number of rounds.
+        agree: Function that returns the same number of steps on all ranks, for this rank's; None: Horovod's, if it
+            runs.
 
     Returns:
         The seconds of each step of each round, and the last loss.
@@ -253,7 +257,7 @@ def time_rounds(step: Callable[[], float], rounds: int) -> tuple[list[list[float
     begin = time.perf_counter()
     for _ in range(10):
         step()
-    steps = _same_everywhere(max(5, round(SECONDS * 10 / (time.perf_counter() - begin))))
+    steps = (agree or _same_everywhere)(max(5, round(SECONDS * 10 / (time.perf_counter() - begin))))
     loss = 0.0
     times: list[list[float]] = []
     for _ in range(rounds):

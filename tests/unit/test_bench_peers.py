@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, rates: Mapping[str, float]) -> dic
 
 
 RATES = {
-    "plain": 60, "threads": 100, "mirrored": 90, "horovod": 95, "bare": 80, "keras": 120, "trainer": 110,
+    "plain": 60, "threads": 100, "mirrored": 90, "horovod": 95, "torch": 70, "bare": 80, "keras": 120, "trainer": 110,
 }  # fmt: skip
 
 
 def test_all_train_the_same_batch_on_the_same_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     started = stand_in(monkeypatch, RATES)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: True)
     ours, bare = (
         lambda np, script, words, name=name: [name] for name in ("hvdtrain", "horovodrun")
     )
@@ -44,18 +46,21 @@ def test_all_train_the_same_batch_on_the_same_cores(monkeypatch: pytest.MonkeyPa
         whole = way in ("threads", "mirrored")
         assert options["batch_size"] * ranks == (64 if way == "plain" else 256), way
         assert ranks == (1 if whole or way == "plain" else 4)
-        assert launcher == ("horovodrun" if way == "horovod" else "hvdtrain")
-        assert script == ("peers.py" if whole or way == "horovod" else "scaling.py")
+        assert launcher == {"horovod": "horovodrun", "torch": sys.executable}.get(way, "hvdtrain")
+        ours = "torch_peer.py" if way == "torch" else "scaling.py"
+        assert script == ("peers.py" if whole or way == "horovod" else ours)
         assert environ.get("TF_NUM_INTRAOP_THREADS") == ("4" if whole else None)
         assert ("TF_USE_LEGACY_KERAS" in environ) == (way == "horovod")
 
 
 def test_what_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, RATES)
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name != "tf_keras")
+    monkeypatch.setattr(
+        peers.importlib.util, "find_spec", lambda name: name not in ("tf_keras", "torch")
+    )
     launch = lambda np, script, words: ["x"]  # noqa: E731
     (found,) = peers.measure_peers("mnist", 64, 1, 2, launch, launch)
-    assert found.keys() == RATES.keys() - {"horovod"}
+    assert found.keys() == RATES.keys() - {"horovod", "torch"}
 
 
 @pytest.mark.parametrize(("ours", "told"), [(120, False), (99, True)])
