@@ -29,6 +29,7 @@ from hvdtrain.launch.option_types import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import MUTUALLY_EXCLUSIVE, is_given
 from hvdtrain.launch.secrets import looks_secret, masked
+from hvdtrain.profiled_steps import ProfiledSteps
 
 # Options about a single call, which are not allowed in a file.
 NOT_IN_FILES = {"config", "show_config", "dry_run", "help", "help_all"}
@@ -248,6 +249,8 @@ def _plain(field: str, value: Any) -> Any:
             return list(value)
         case str():
             return masked([value])[0]
+        case ProfiledSteps():
+            return str(value)
     return value
 
 

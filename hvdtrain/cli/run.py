@@ -27,6 +27,7 @@ from hvdtrain.cli.hints import unread_variables
 from hvdtrain.cli.launch_options import (
     PATH,
     GroupedOption,
+    Parsed,
     Seconds,
     files_here,
     launch_options,
@@ -43,6 +44,7 @@ from hvdtrain.launch.running.session import OutputOptions, RunLimits, run_launch
 from hvdtrain.launch.running.watchdog import limits_of
 from hvdtrain.launch.secrets import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.slurm.allocation import read_allocation
+from hvdtrain.profiled_steps import MOST_STEPS, PROFILE, STEPS, ProfiledSteps, parse_steps
 from hvdtrain.strategy_names import HOROVOD, choose_strategy
 
 
@@ -102,6 +104,11 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     help="Whether hvdtrain.Trainer resumes from its checkpoints; overrides Trainer(resume=...).",
 )  # fmt: skip
 @click.option(
+    "--profile", type=Parsed("steps", ProfiledSteps, parse_steps), metavar="FIRST-LAST", cls=GroupedOption,
+    group="basic", help="Let hvdtrain.Trainer write profile.json.gz, a trace of these steps of all workers for "
+    f"https://ui.perfetto.dev: at most {MOST_STEPS} steps; FIRST alone: {STEPS}.",
+)  # fmt: skip
+@click.option(
     "--container", metavar="IMAGE", cls=GroupedOption, group="hosts",
     help="Image for the workers of a Slurm job, with Horovod and hvdtrain in it. *.sif and "
         "docker://... images run in Apptainer, others through srun's pyxis plugin.",
@@ -143,6 +150,7 @@ def run(
     hang_timeout: float,
     restarts: int,
     resume: str | None,
+    profile: ProfiledSteps | None,
     container: str | None,
     dry_run: bool,
     strategy: str,
@@ -166,6 +174,8 @@ def run(
     """
     if resume is not None:
         values["env"] += (EnvVar(RESUME, resume),)
+    if profile is not None:
+        values["env"] += (EnvVar(PROFILE, str(profile)),)
     named = {one.name for one in values["env"]}
     for message in unread_variables(ctx.command, os.environ.keys() - named):
         click.echo(message, err=True)

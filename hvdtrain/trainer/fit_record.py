@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import tensorflow as tf
 from hvdtrain.collectives.consistency import on_first
 from hvdtrain.data import Source
 from hvdtrain.messages import logger
+from hvdtrain.profiled_steps import asked_steps
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.strategy import Logs
 from hvdtrain.trainer.event_log import EventLog
+from hvdtrain.trainer.profile import Profile
 from hvdtrain.trainer.progress import Progress, Show
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
 
@@ -42,6 +45,12 @@ class FitRecord:
     def events(self) -> EventLog:
         """The run's event log; a log without a file if there is no run_dir."""
         return EventLog() if self.run_dir is None else self.run_dir.events
+
+    @cached_property
+    def profile(self) -> Profile:
+        """The profile of this fit, of the steps that HVDTRAIN_PROFILE asks for."""
+        folder = None if self.run_dir is None else self.run_dir.path
+        return Profile(asked_steps(os.environ), self.rank, folder)
 
     def in_run_dir(self, write: Callable[[RunDir], None]) -> None:
         """Call `write` on rank 0; if that fails, raise the error on all ranks. A collective."""

@@ -127,6 +127,7 @@ class Loop:
             show = blocks.enter_context(showing(plan.verbose, self.rank))
             # Inside, so that the end of the run is logged while it still owns the folder.
             blocks.enter_context(self.record.events.watching())
+            blocks.enter_context(self.record.profile.of_fit(position.steps if position else 0))
             return self._fit(plan, position, show)
 
     def _fit(
@@ -289,7 +290,7 @@ class Loop:
         self.record.events.begin_steps()
         # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.
         together = 1 if isinstance(plan.train, ShardedSource) else self.steps_per_execution
-        for group in grouped(shares, together):
+        for group in self.record.profile.steps(grouped(shares, together)):
             if self.saved is not None and done > skip:
                 self._save_if_due(self.saved, step_logs, epoch, done)
             if self.losses is not None:

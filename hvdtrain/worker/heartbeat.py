@@ -90,12 +90,21 @@ class Heartbeat:
         """Position in the script, in words that are equal for ranks that do the same."""
         if self.waiting and not self.detail:
             return INIT
-        words = _WORDS.get(self.phase, self.phase)
+        words = words_of(self.phase)
         if self.step >= 0 and self.phase in ("training", "input", "evaluating", "predicting"):
             words += f", step {self.step + 1}"
         if self.waiting:
             return f"{words}, collective {self.detail}"
         return f"{words} ({self.detail})" if self.detail else words
+
+
+Span = tuple[Phase, str, float, float]
+"""A phase, its detail, and the times of CLOCK_MONOTONIC in seconds at which it began and ended."""
+
+
+def words_of(phase: Phase) -> str:
+    """Return a noun for the phase."""
+    return _WORDS.get(phase, phase)
 
 
 def beat(
@@ -123,6 +132,23 @@ def own_seconds() -> dict[Phase, float]:
     """Return the seconds that this rank has spent in each phase so far, except those of waiting in collectives."""
     page = _own_page()
     return {} if page is None else page.own_seconds()
+
+
+@contextmanager
+def traced() -> Iterator[list[Span]]:
+    """Collect this rank's phases, and waits in collectives, within the block; all are there when it has ended."""
+    spans: list[Span] = []
+    page = _own_page()
+    if page is None:
+        yield spans
+        return
+    page.own_seconds()
+    page.spans = spans
+    try:
+        yield spans
+    finally:
+        page.own_seconds()
+        page.spans = None
 
 
 @contextmanager
@@ -166,6 +192,7 @@ class Page:
 
     Attributes:
         inode: Inode of the page, unique on its host; processes forked by a rank share its page.
+        spans: Where to add each phase that ends; None: nowhere.
     """
 
     def __init__(self, descriptor: int, *, own: bool) -> None:
@@ -175,7 +202,8 @@ class Page:
         self._owner = os.getpid()
         self._writes = 0
         self._step = self._rank = -1
-        self._now: tuple[Phase, bool, float] = ("starting", False, time.monotonic())
+        self.spans: list[Span] | None = None
+        self._now: tuple[Phase, str, bool, float] = ("starting", "", False, time.monotonic())
         self._own: dict[Phase, float] = {}
 
     def write(
@@ -191,7 +219,7 @@ class Page:
             return  # A process forked by the rank shares its page.
         now = time.monotonic()
         self._count(now)
-        self._now = phase, waiting, now
+        self._now = phase, detail, waiting, now
         self._writes += 1
         self._step = self._step if step is None else step
         self._rank = self._rank if rank is None else rank
@@ -202,14 +230,15 @@ class Page:
 
     def own_seconds(self) -> dict[Phase, float]:
         """Return the seconds in each phase so far, except those of waiting in collectives."""
-        phase, waiting, _ = self._now
         now = time.monotonic()
         self._count(now)
-        self._now = phase, waiting, now
+        self._now = (*self._now[:3], now)
         return dict(self._own)
 
     def _count(self, now: float) -> None:
-        phase, waiting, since = self._now
+        phase, detail, waiting, since = self._now
+        if self.spans is not None:
+            self.spans.append((phase, detail, since, now))
         if not waiting:
             self._own[phase] = self._own.get(phase, 0.0) + now - since
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import json
 import os
 import re
 import subprocess
@@ -45,9 +47,15 @@ def alone(script: str, *arguments: str | Path) -> str:
 
 
 def hvdtrain_run(
-    folder: Path, script: str, *arguments: str | Path, controller: str = "mpi", workers: int = 2
+    folder: Path,
+    script: str,
+    *arguments: str | Path,
+    controller: str = "mpi",
+    workers: int = 2,
+    profile: str | None = None,
 ) -> str:
     options = ["-np", str(workers), "--controller", controller, "--log-dir", folder / "logs"]
+    options += ["--profile", profile] if profile else []
     return run(sys.executable, "-m", "hvdtrain.cli", "run", *options, SCRIPTS / script, *arguments)
 
 
@@ -75,13 +83,50 @@ def history(run_dir: Path) -> dict[str, list[float]]:
 
 def test_digits_and_two_workers_are_one(tmp_path: Path) -> None:
     epochs = ("--epochs", "2")
-    hvdtrain_run(tmp_path, "train_mnist.py", *epochs, "--run-dir", tmp_path / "two")
+    options = (*epochs, "--run-dir", tmp_path / "two")
+    hvdtrain_run(tmp_path, "train_mnist.py", *options, profile="4-8")
     one = alone("train_mnist.py", *epochs, "--run-dir", tmp_path / "one")
     ones, twos = history(tmp_path / "one"), history(tmp_path / "two")
     assert accuracy(one) == pytest.approx(ones["val_accuracy"][-1], abs=5e-4)
     for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
         assert twos[name] == pytest.approx(ones[name], rel=1e-3), name
     assert keras.saving.load_model(tmp_path / "two" / "model.keras").count_params() > 0
+    check_profile(tmp_path / "two" / "profile.json.gz", range(4, 9))
+
+
+def check_profile(path: Path, steps: range) -> None:
+    """Ranks of one machine, which read one clock."""
+    with gzip.open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    rows = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert [row.partition(" (")[0] for row in rows] == ["rank 0", "rank 1"]
+    tracks = {
+        (one["pid"], one["tid"]): one["args"]["name"]
+        for one in events
+        if one["name"] == "thread_name"
+    }
+    shown = [one for one in events if one["ph"] == "X"]
+    bars = {
+        (one["pid"], one["name"]): (one["ts"], one["ts"] + one["dur"])
+        for one in shown
+        if tracks[one["pid"], one["tid"]] == "steps"
+    }
+    assert [*bars] == [(rank, f"step {step}") for rank in range(2) for step in steps]
+    for step in steps:
+        # No tolerance: in each step the ranks wait for each other, to reduce the gradients.
+        (begin_0, end_0), (begin_1, end_1) = (bars[rank, f"step {step}"] for rank in range(2))
+        assert max(begin_0, begin_1) < min(end_0, end_1), "on one clock, the steps overlap"
+    reductions = [one for one in shown if one["name"] == "MPI_ALLREDUCE"]
+    assert len(reductions) >= len(steps)
+    for one in reductions:
+        assert tracks[one["pid"], one["tid"]].startswith("collectives")
+        inside = [
+            begin <= one["ts"] and one["ts"] + one["dur"] <= end
+            for (rank, _), (begin, end) in bars.items()
+            if rank == 0
+        ]
+        assert sum(inside) == 1, "rank 0, which records it, waits for it within a step"
+    assert {one["pid"] for one in shown if "MatMul" in one["name"]} == {0, 1}
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ GROUND = {
     "environment",
     "errors",
     "messages",
+    "profiled_steps",
     "standard_streams",
     "signals",
     "rank_variables",

@@ -141,6 +141,24 @@ def test_resume_reaches_the_ranks_as_a_variable(
     assert " --resume must " in batch
 
 
+def test_profile_reaches_the_ranks_as_a_variable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = call("run", "--dry-run", "-np", "2", "--profile", "100", "train.py").stdout
+    assert " HVDTRAIN_PROFILE=100-104 " in said
+    assert (
+        "profile: 100-104  #" in call("run", "--show-config", "--profile", "100", "train.py").stdout
+    )
+    monkeypatch.setenv("HVDTRAIN_PROFILE", "7-9")
+    assert " HVDTRAIN_PROFILE=7-9 " in call("run", "--dry-run", "-np", "2", "train.py").stdout
+    batch = call("submit", "--dry-run", "--nodes", "2", "--profile", "7-9", "train.py").stdout
+    assert " --profile 7-9 " in batch
+    for command in (["run", "-np", "2"], ["submit", "--nodes", "2"]):
+        result = call(*command, "--profile", "9-7", "train.py")
+        assert result.exit_code == 2
+        assert "'9-7' are no steps to profile" in result.stderr
+
+
 def test_dry_run_prints_and_starts_nothing(folder: Path) -> None:
     result = call("run", "--dry-run", "-H", "a:2,b:1", "train.py", "--dry-run", "a b", "-np", "7")
     assert result.exit_code == 0

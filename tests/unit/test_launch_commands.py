@@ -29,6 +29,7 @@ VALUES = {
     "hosts": ["a:1,b:2"],
     "names": ["eth0,eth1"],
     "variable": ["A=b c"],
+    "steps": ["3-5"],
 }
 
 
