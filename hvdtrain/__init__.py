@@ -59,7 +59,7 @@ __all__ = [
     "shutdown",
 ]
 
-SUBMODULES = ("data", "keras", "launch")
+SUBMODULES = ("data", "keras", "launch", "trackers")
 
 _MODULE_OF_NAME = {
     "Trainer": "hvdtrain.trainer",

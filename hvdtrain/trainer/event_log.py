@@ -53,19 +53,27 @@ class EventLog:
         self._keep = keep
         self._is_open = self._warned = False
         self._show: Callable[[Mapping[str, Any]], None] | None = None
+        self._track: Callable[[str, Mapping[str, Any]], None] | None = None
         self._before: Mapping[str, Any] | None = None  # The logs of the step before.
         self._began = 0.0
         self._steps = self._examples = 0
         self._since = self._last = self._slowest = 0.0
 
-    def begin(self, show: Callable[[Mapping[str, Any]], None] | None, **facts: Any) -> None:
+    def begin(
+        self,
+        show: Callable[[Mapping[str, Any]], None] | None,
+        track: Callable[[str, Mapping[str, Any]], None] | None = None,
+        **facts: Any,
+    ) -> None:
         """Start the log with the event "begin".
 
         Args:
             show: Function called with each event; None: only write them.
+            track: Function called with the name of each event and its fields, as they were before rounding.
             facts: Fields of the event.
         """
-        self._is_open, self._began, self._show = True, time.monotonic(), show
+        self._is_open, self._began = True, time.monotonic()
+        self._show, self._track = show, track
         self.note("begin", **facts)
 
     def note(self, event: str, **facts: Any) -> None:
@@ -75,6 +83,8 @@ class EventLog:
         noted = {"event": event, "time": round(time.time(), 3), **plain(facts)}
         if self._show is not None:
             self._show(noted)
+        if self._track is not None:
+            self._track(event, facts)
         if self._path is None:
             return
         line = json.dumps(noted) + "\n"
@@ -153,7 +163,7 @@ class EventLog:
             self.note("end", how="finished")
         finally:
             warnings.showwarning = show
-            self._is_open, self._show = False, None
+            self._is_open, self._show, self._track = False, None, None
 
 
 def _ends_a_line(file: Any) -> bool:

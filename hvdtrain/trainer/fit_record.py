@@ -13,12 +13,15 @@ import keras
 import psutil
 import tensorflow as tf
 
+import hvdtrain
+from hvdtrain.checkpoint.position import Position
 from hvdtrain.collectives.consistency import on_first
 from hvdtrain.data import Source
 from hvdtrain.messages import logger
 from hvdtrain.profiled_steps import asked_steps
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.strategy import Logs
+from hvdtrain.trackers.tracking import Tracking
 from hvdtrain.trainer.event_log import EventLog
 from hvdtrain.trainer.profile import Profile
 from hvdtrain.trainer.progress import Progress, Show
@@ -34,12 +37,14 @@ class FitRecord:
         model: Model that is trained.
         rank: This rank.
         config: Settings of the Trainer, for config.json.
+        tracking: Trackers of the Trainer.
     """
 
     run_dir: RunDir | None
     model: keras.Model
     rank: Rank
     config: dict[str, Any]
+    tracking: Tracking
 
     @cached_property
     def events(self) -> EventLog:
@@ -59,36 +64,34 @@ class FitRecord:
             on_first(lambda: write(run_dir), f"run_dir {str(run_dir.path)!r}")
 
     def write_config(self, train: Source, epochs: int) -> None:
-        """Write config.json: settings, data, versions and the optimizer. A collective."""
-        if self.run_dir is None:
-            return
-        facts = {"workers": self.rank.size, "epochs": epochs, "examples": train.examples}
-        versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
-        optimizer = keras.saving.serialize_keras_object(self.model.optimizer)
-        config = self.config | facts | versions | {"optimizer": optimizer}
-        self.in_run_dir(lambda run_dir: run_dir.write_config(config))
+        """Write config.json. A collective."""
+        self.in_run_dir(lambda run_dir: run_dir.write_config(self._settings(train, epochs)))
 
-    def begin_events(
-        self, train: Source, epochs: int, epoch: int, step: int, show: Show | None
-    ) -> None:
-        """Start the event log on rank 0, if there is a run_dir or a view.
+    def begin_events(self, train: Source, epochs: int, begin: Position, show: Show | None) -> None:
+        """Start the event log and the trackers on rank 0, if there is a run_dir, a view or a tracker.
 
         Args:
             train: Training data.
             epochs: Number of the last epoch, from 1.
-            epoch: Index of the first epoch, from 0.
-            step: Index of the first step in it, from 0.
+            begin: Position at which the training begins or continues.
             show: Function that shows an event; None without a view.
         """
-        if self.rank.is_first and (self.run_dir is not None or show is not None):
+        if not self.rank.is_first:
+            return
+        if self.tracking:
+            # Without checkpoints, from the number of the epoch: all are of one length, if that is known.
+            steps = begin.steps or begin.epoch * (train.steps_per_epoch or 0)
+            self.tracking.begin(self._settings(train, epochs), socket.gethostname(), steps)
+        if self.run_dir is not None or show is not None or self.tracking:
             self.events.begin(
                 show,
+                self.tracking.note if self.tracking else None,
                 workers=self.rank.size,
                 epochs=epochs,
                 steps_per_epoch=train.steps_per_epoch,
                 examples=train.examples,
-                epoch=epoch + 1,
-                step=step + 1,
+                epoch=begin.epoch + 1,
+                step=begin.step + 1,
                 host=socket.gethostname(),
             )
 
@@ -123,6 +126,14 @@ class FitRecord:
             memory["gpu"] = tf.config.experimental.get_memory_info("GPU:0")["current"]
         rate = self._learning_rate()
         return {"epoch": epoch + 1, "step": step, "learning_rate": rate, "memory": memory}
+
+    def _settings(self, train: Source, epochs: int) -> dict[str, Any]:
+        """Return the settings, facts about the data, versions and the optimizer."""
+        facts = {"workers": self.rank.size, "epochs": epochs, "examples": train.examples}
+        libraries = {"hvdtrain": hvdtrain, "keras": keras, "tensorflow": tf}
+        versions = {name: library.__version__ for name, library in libraries.items()}
+        optimizer = keras.saving.serialize_keras_object(self.model.optimizer)
+        return self.config | facts | versions | {"optimizer": optimizer}
 
     def _learning_rate(self) -> float | None:
         """Return the learning rate of the model's optimizer; None for a model without `optimizer`."""

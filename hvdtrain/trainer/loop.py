@@ -162,7 +162,7 @@ class Loop:
         begin = resumed or Position(first)
         self.record.write_config(plan.train, plan.epochs)
         if not begin.stopped and begin.epoch < plan.epochs:
-            self.record.begin_events(plan.train, plan.epochs, begin.epoch, begin.step, show)
+            self.record.begin_events(plan.train, plan.epochs, begin, show)
         if resumed is not None:
             self.record.announce(resumed.describe(plan.epochs))
             if not resumed.stopped and resumed.epoch < plan.epochs:

@@ -29,6 +29,7 @@ from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.keras_internals.tracebacks import without_library_frames
 from hvdtrain.strategies.skipped_steps import count_skipped_steps, skipping
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
+from hvdtrain.trackers.tracking import Tracking
 from hvdtrain.trainer.divergence import checked_policy, loss_watch
 from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.strategies.round_plan import DiLoCo, LocalSGD
+    from hvdtrain.trackers.tracker import Tracker
 
 
 class Trainer:
@@ -87,6 +89,7 @@ class Trainer:
             `model` is called. A model passed as an instance must have been built with it. Default: the current one.
         run_dir: Folder for config.json, metrics.csv, events.jsonl and the final model.keras. Default: none.
         checkpoints: An hvdtrain.Checkpoints: when to save in run_dir. The same script, run again, resumes from there.
+        trackers: Trackers of hvdtrain.trackers, or "mlflow", "tensorboard", "wandb"; rank 0 logs settings and metrics.
         resume: "auto": continue if run_dir holds a checkpoint; "must": fail without one; "never": fail with one.
         seed: Seed for initial weights (if `model` is a function) and for shuffling.
         jit_compile: Whether to compile training steps with XLA, except for what it cannot compile, such as collectives.
@@ -130,6 +133,7 @@ class Trainer:
         precision: str | None = None,
         run_dir: str | Path | None = None,
         checkpoints: Checkpoints | None = None,
+        trackers: str | Tracker | Sequence[str | Tracker] = (),
         resume: Literal["auto", "never", "must"] = "auto",
         seed: int = 0,
         jit_compile: bool = False,
@@ -156,6 +160,7 @@ class Trainer:
         self._steps_per_execution = steps_per_execution
         self._warmup_epochs = warmup_epochs
         self._run_dir = RunDir(run_dir) if run_dir is not None else None
+        self._tracking = Tracking(trackers, run_dir)
         self._saved = fit_checkpoints(checkpoints, resume, self._run_dir, self.strategy)
         self.model = build_model(model, precision, self.strategy.build)
         self._ramps: list[Ramp] = []
@@ -480,7 +485,7 @@ class Trainer:
             guard=self._guard,
             probe=self._probe,
             steps_per_execution=self._steps_per_execution,
-            record=FitRecord(self._run_dir, self.model, self.rank, self._config),
+            record=FitRecord(self._run_dir, self.model, self.rank, self._config, self._tracking),
             saved=self._saved,
             losses=loss_watch(
                 self._on_nan, source, self.strategy.part, self._run_dir, self.model, self._saved

@@ -150,6 +150,7 @@ def test_run_dir(results: Results, folder: Path) -> None:
     assert [epoch.step for epoch in run.epochs] == [run.steps // 3 * n for n in (1, 2, 3)]
     for found in ranks:
         assert "contains another run" in found["again"]
+    assert [found["tracked"] for found in ranks] == [[0, 6, 12, 18], []]
 
 
 def test_learning_rate(results: Results) -> None:

@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = ROOT / "scripts/setup.sh"
 USED = ("awk", "cat", "cut", "df", "dirname", "grep", "head", "ls", "mktemp", "sha256sum", "tail")
+EXTRAS = "cloud, mlflow, tensorboard, wandb, report, examples, test"
+"""As the messages list them: those of setup.cfg that --with takes."""
 
 
 WITHOUT_CUDA = (
@@ -68,10 +70,10 @@ def add_python(folder: Path, name: str = "python3") -> None:
         (["extra"], "unknown option: extra"),
         (["--python"], "--python needs a value"),
         (["--venv", ""], "--venv needs a value"),
-        (["--with", "a b"], "--with takes cloud, report, examples, test, separated by commas"),
-        (["--with", "test,"], "--with takes cloud, report, examples, test, separated by commas"),
-        (["--with", "test,nonsense"], "--with takes cloud, report, examples, test, not nonsense"),
-        (["--with", "gpu"], "--with takes cloud, report, examples, test, not gpu"),
+        (["--with", "a b"], f"--with takes {EXTRAS}, separated by commas"),
+        (["--with", "test,"], f"--with takes {EXTRAS}, separated by commas"),
+        (["--with", "test,nonsense"], f"--with takes {EXTRAS}, not nonsense"),
+        (["--with", "gpu"], f"--with takes {EXTRAS}, not gpu"),
         (["--with", "tes"], "not tes"),
     ],
 )
@@ -90,7 +92,7 @@ def test_help() -> None:
         "--system-mpi",
         "--python",
         "--venv",
-        "commas: cloud, report, examples, test\n",
+        f"commas: {EXTRAS}\n",
     ):
         assert words in done.stdout
 

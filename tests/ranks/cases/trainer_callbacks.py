@@ -238,15 +238,31 @@ def _broken_off(accumulating: bool) -> dict[str, Any]:
     }
 
 
+class Tracked:
+    """A tracker that keeps the steps at which it started and got an epoch."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def start(self, run: Any) -> None:
+        self.steps.append(0)
+
+    def log(self, values: Any, step: int) -> None:
+        self.steps += [step] * ("epoch" in values)
+
+    def end(self, status: str) -> None: ...
+
+
 def case_run_dir() -> dict[str, Any]:
     run_dir = FOLDER / "runs" / "one"
-    trained = trainer(run_dir=run_dir)
-    history = fit(trained, epochs=3)
+    tracked = Tracked()
+    trained = trainer(run_dir=run_dir, trackers=tracked)
+    found = {"history": fit(trained, epochs=3), "tracked": tracked.steps, "again": ""}
     try:
         fit(trainer(run_dir=run_dir))
     except hvdtrain.UsageError as error:
-        return {"history": history, "again": str(error)}
-    return {"history": history, "again": ""}
+        found["again"] = str(error)
+    return found
 
 
 class Slow(keras.callbacks.Callback):

@@ -1,0 +1,63 @@
+"""What a tracker is: three methods, and what it is told about the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a tracker is told about a run.
+
+    Attributes:
+        run_dir: Folder of the run; None if the Trainer has none.
+        id: What `start` has returned for this run before; None if the run is new.
+        config: Settings and versions, as in config.json. Settings may be nested.
+        host: Name of rank 0's host.
+    """
+
+    run_dir: Path | None
+    id: str | None
+    config: Mapping[str, Any]
+    host: str
+
+    @property
+    def name(self) -> str | None:
+        """Name of the run: that of its folder; None without one."""
+        return None if self.run_dir is None else self.run_dir.resolve().name
+
+
+class Tracker(Protocol):
+    """A tracker for `Trainer(trackers=[...])`; any class with these methods is one.
+
+    The methods are called on rank 0 only, from a thread of the tracker's own, so that they may take time. A call that
+    raises an exception is repeated later, and calls after it wait.
+    """
+
+    def start(self, run: RunFacts) -> str | None:
+        """Begin `run`, or continue it if it has an id; return its id, which is kept in the run_dir."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Record values by name.
+
+        Args:
+            values: Values of an epoch, or, with names that begin with "step/", of steps within it.
+            step: Number of steps trained so far, over all epochs.
+        """
+
+    def end(self, status: str) -> None:
+        """End the run; `status` is "finished", "failed" or "interrupted"."""
+
+
+def require_package(package: str, tracker: str) -> None:
+    """Raise UsageError if a tracker's package is not installed. Does not import it."""
+    if find_spec(package) is None:
+        raise UsageError(
+            f"the tracker {tracker} needs {package}: pip install 'hvdtrain[{package}]'"
+        )
