@@ -13,7 +13,9 @@ case ${1:-} in -h | --help)
     exit
     ;;
 esac
-"$root/scripts/setup.sh" --with test
+extras=test
+[ "$*" != --all ] || extras=test,mlflow,wandb
+"$root/scripts/setup.sh" --with "$extras"
 case "$*" in # As root on Debian or Ubuntu it installs what the cluster tests need.
     --all | *tests/cluster*) "$root/scripts/cluster_packages.sh" ;;
 esac

@@ -91,8 +91,8 @@ def measure_peers(
 
 def torchrun(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
     """Return the argv that runs `script` in `np` processes of PyTorch on this machine."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={np}"]
-    return [*run, str(script), *arguments]
+    run = [sys.executable, "-P", "-m", "torch.distributed.run"]
+    return [*run, "--standalone", f"--nproc-per-node={np}", str(script), *arguments]
 
 
 def _environment(name: str, way: Way, size: int) -> dict[str, str]:
