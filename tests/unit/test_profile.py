@@ -232,7 +232,6 @@ def test_ranks_whose_clocks_differ(
     monkeypatch.setattr(of_ranks, "_Recording", recording)
     monkeypatch.setattr(of_ranks, "MOST_OPS", 6)
     monkeypatch.setattr(of_ranks, "clock_offsets", lambda _: [(one, MS // 2) for one in ahead])
-    caplog.set_level("INFO", "hvdtrain")
     assert run_ranks(thread_ranks(3), work) == [None] * 3
     found = trace(tmp_path / "profile.json.gz")
     bars = [
@@ -276,7 +275,6 @@ def test_a_fit_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Over the end of an epoch, with its validation."""
-    caplog.set_level("INFO", "hvdtrain")
     monkeypatch.setenv(PROFILE, "3-4")
     fit(tmp_path, validation_data=(np.zeros((4, 3)), np.zeros((4, 1))))
     path = tmp_path / "profile.json.gz"
@@ -321,7 +319,6 @@ def test_a_fit_that_ends_before(
     asked: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    caplog.set_level("INFO", "hvdtrain")
     monkeypatch.setenv(PROFILE, asked)
     fit()
     assert caplog.messages == [said]
