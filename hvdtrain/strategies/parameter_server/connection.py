@@ -30,6 +30,8 @@ ATTEMPTS = 5
 """Number of unanswered calls in a row after which a server counts as lost."""
 GRACE_SECONDS = 8.0
 """Time for the script to end by itself after the loss of a server."""
+_COORDINATORS = ("WorkerClosureProcessingLoop", "WorkerPreemptionHandler")
+"""Beginnings of the names of the coordinator's threads."""
 ALONE_SECONDS = 600.0
 """Time without an answer from any worker after which the job ends."""
 
@@ -75,7 +77,7 @@ def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
     wait_for_all(config)
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     tf.get_logger().addFilter(_own_words)
-    threading.excepthook = without_lost_servers(threading.excepthook, config)
+    threading.excepthook = without_tracebacks(threading.excepthook, config)
     with kept_variables():
         strategy = _Connected(_resolver(config.cluster))
     coordinator = _RetryingCoordinator(strategy)
@@ -144,18 +146,27 @@ def _own_words(record: logging.LogRecord) -> bool:
     return False
 
 
-def without_lost_servers(
+def without_tracebacks(
     show: Callable[[threading.ExceptHookArgs], object], config: TfConfig
 ) -> Callable[[threading.ExceptHookArgs], object]:
-    """Return a threading.excepthook that ignores lost servers, whose loss also ends the training with an error.
+    """Return a threading.excepthook that prints no traceback for the threads of TensorFlow's coordinator.
+
+    Their errors are lost workers and servers. A lost server also ends the training with an error, which names it: such
+    an error is left out, any other printed in one line.
 
     Args:
-        show: Hook for all other errors.
+        show: Hook for all other threads.
         config: Configuration of the job.
     """
 
     def hook(error: threading.ExceptHookArgs) -> object:
-        return None if lost_server(str(error.exc_value), config) else show(error)
+        text = str(error.exc_value)
+        if lost_server(text, config) is not None:
+            return None
+        if error.thread is None or not error.thread.name.startswith(_COORDINATORS):
+            return show(error)
+        kind, line = error.exc_type.__name__, text.partition("\n")[0]
+        return logger().warning("%s has ended: %s: %s", error.thread.name, kind, line)
 
     return hook
 
