@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = str(min((os.cpu_count() or 1) + 1, 4))
 UNIT = ["tests/unit", "-n", PROCESSES, "--dist", "loadfile"]
 # Each with ranks of its own, up to 5 GB of them.
-RANKS = ["tests/ranks", "-n", "3", "--dist", "loadfile"]
+RANKS = ["tests/ranks", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 CLUSTER = ["tests/cluster", "-n", "2", "--dist", "loadfile"]
 TIERS = (UNIT, [*RANKS, "-m", "not slow"])
 ALL_TIERS = (UNIT, RANKS, CLUSTER)

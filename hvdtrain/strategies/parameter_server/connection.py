@@ -166,7 +166,8 @@ def without_tracebacks(
         if error.thread is None or not error.thread.name.startswith(_COORDINATORS):
             return show(error)
         kind, line = error.exc_type.__name__, text.partition("\n")[0]
-        return logger().warning("%s has ended: %s: %s", error.thread.name, kind, line)
+        logger().warning("%s has ended: %s: %s", error.thread.name, kind, line)
+        return None
 
     return hook
 
