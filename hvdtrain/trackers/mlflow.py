@@ -37,12 +37,12 @@ class MLflow:
         tracking_uri: str | None = None,
         run_name: str | None = None,
     ) -> None:
-        require_package("mlflow", "MLflow")
         if tracking_uri is not None and "@" in urlsplit(tracking_uri).netloc:
             raise UsageError(
                 "MLflow(tracking_uri=...): the URI contains a user name or password: set MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI, in the environment instead"
             )
+        require_package("mlflow", "MLflow")
         self._experiment = experiment
         self._tracking_uri = tracking_uri
         self._run_name = run_name
