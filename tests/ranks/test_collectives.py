@@ -15,6 +15,7 @@ def test_values_and_gradients(results: Results) -> None:
         assert {name: gaps for name, gaps in found.items() if max(gaps) > 0} == {}
 
 
+@pytest.mark.slow
 def test_dtypes_and_dimensions(results: Results) -> None:
     for found in results.of("case_dtypes_and_dimensions"):
         assert {name: gap for name, gap in found.items() if gap > 0} == {}

@@ -20,6 +20,7 @@ from hvdtrain.runtime import start_horovod
 STEPS = 4  # 64 examples, 2 workers, batches of 8
 
 
+@pytest.mark.slow
 def test_a_killed_worker(tmp_path: Path) -> None:
     events = tmp_path / "events"
     command = [program("hvdtrain"), "run", "-np", "2", "--min-np", "1", "--controller", "gloo"]

@@ -38,7 +38,13 @@ def assert_close(found: list[dict[str, float]], limit: float = EXACT) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["case_optimizers", "case_ways_of_running", "case_accumulation", "case_loss_scaling"]
+    "case",
+    [
+        pytest.param("case_optimizers", marks=pytest.mark.slow),
+        "case_ways_of_running",
+        "case_accumulation",
+        "case_loss_scaling",
+    ],
 )
 def test_equals_one_process(two: Results, case: str) -> None:
     assert_close(two.of(case))
@@ -123,6 +129,7 @@ def test_file_loads_in_plain_keras(two: Results, folder: Path) -> None:
     assert sums[0] == sums[1]
 
 
+@pytest.mark.slow
 def test_over_gloo(two_gloo: Results) -> None:
     assert_close(two_gloo.of("case_subset"))
     assert two_gloo.of("case_accumulation_communicates_at_its_boundary") == [{"1": 36, "3": 12}] * 2

@@ -98,6 +98,7 @@ def test_split_layers_in_stages(four: Results) -> None:
     check(four.of("case_split_layers"), parts=4)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_has_its_own_dropout_and_the_same_both_ways(four: Results) -> None:
     assert four.of("case_dropout")[0]["weights"] <= EXACT
 

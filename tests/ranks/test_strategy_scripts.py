@@ -16,7 +16,9 @@ def results() -> Results:
 
 
 @pytest.mark.parametrize("strategy", ["central-storage", "tpu"])
-@pytest.mark.parametrize("case", ["case_mnist", "case_tabular"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("case_mnist", marks=pytest.mark.slow), "case_tabular"]
+)
 def test_a_script_unchanged_ends_with_the_weights_of_one_process(
     results: Results, case: str, strategy: str
 ) -> None:
@@ -26,6 +28,7 @@ def test_a_script_unchanged_ends_with_the_weights_of_one_process(
     assert found["accuracy"] >= 0.7
 
 
+@pytest.mark.slow
 def test_the_script_for_tpus(results: Results) -> None:
     (found,) = results.of("case_tpu")
     assert found["accuracy"] >= 0.5

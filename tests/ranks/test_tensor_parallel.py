@@ -30,6 +30,7 @@ def assert_close(found: dict, limit: float = EXACT) -> None:
     assert not {name: value for name, value in flat.items() if not value <= limit}
 
 
+@pytest.mark.slow
 def test_forward_and_every_gradient(results: Results) -> None:
     for rank in results.of("case_forward_and_gradients"):
         assert set(rank) == {"2x2", "4"}

@@ -34,7 +34,7 @@ def three() -> Results:
     return on_ranks("zero", np=3, controller="gloo")
 
 
-@pytest.fixture(scope="module", params=["two", "three"])
+@pytest.fixture(scope="module", params=["two", pytest.param("three", marks=pytest.mark.slow)])
 def either(request: pytest.FixtureRequest) -> Results:
     results: Results = request.getfixturevalue(request.param)
     return results

@@ -180,7 +180,7 @@ def end_all() -> None:
     while children := _children():
         late = time.monotonic() > deadline
         for pid in children:
-            # Each child leads a session, and is reaped by the thread that started it.
+            # It is reaped by the thread that started it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL if late else signal.SIGTERM)
         if late:
@@ -189,9 +189,16 @@ def end_all() -> None:
 
 
 def _children() -> list[int]:
-    """Return the IDs of this process's children, of all threads."""
+    """Return the IDs of this process's children that lead a session, of all threads; others are not commands."""
     found = []
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += [int(word) for word in file.read_text().split()]
-    return found
+    return [pid for pid in found if _leads_session(pid)]
+
+
+def _leads_session(pid: int) -> bool:
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
