@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -9,7 +10,13 @@ from click.testing import CliRunner
 
 from hvdtrain.cli.command_table import main
 from hvdtrain.install import build, build_environment, recipe
-from hvdtrain.launch.running.timed_command import CompletedCommand, ask, ending_commands, run
+from hvdtrain.launch.running.timed_command import (
+    CompletedCommand,
+    ask,
+    end_all,
+    ending_commands,
+    run,
+)
 from hvdtrain.signals import leaving_on_signals
 
 
@@ -105,3 +112,13 @@ def test_an_installation_ends_with_its_terminal(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(build, "install", install)
     result = CliRunner().invoke(main, ["install-horovod"])
     assert (result.exit_code, ended) == (129, ["the build"])
+
+
+def test_a_child_that_is_no_command_is_left_alone() -> None:
+    """Such as Python's own resource tracker, which ignores SIGTERM."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        begin = time.monotonic()
+        end_all()
+        assert time.monotonic() - begin < 3, "it waits 6 s for a command"
+        assert child.poll() is None
+        child.kill()

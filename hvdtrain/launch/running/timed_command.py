@@ -189,16 +189,21 @@ def end_all() -> None:
 
 
 def _children() -> list[int]:
-    """Return the IDs of this process's children that lead a session, of all threads; others are not commands."""
+    """Return the IDs of this process's children that are commands, of all threads."""
     found = []
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += [int(word) for word in file.read_text().split()]
-    return [pid for pid in found if _leads_session(pid)]
+    return [pid for pid in found if _is_command(pid)]
 
 
-def _leads_session(pid: int) -> bool:
+def _is_command(pid: int) -> bool:
+    """Return whether a child leads a session, or is a copy of this process that may be about to."""
     try:
-        return os.getsid(pid) == pid
-    except ProcessLookupError:
+        return os.getsid(pid) == pid or _command_line(pid) == _command_line(os.getpid())
+    except OSError:
         return False
+
+
+def _command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
