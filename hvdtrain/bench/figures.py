@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".json", ".png", ".svg")
 """File types that can be written."""
+STYLES = ("o-", "s--", "^:", "v-.")
+"""Markers and lines of curves."""
 COLUMNS = 3
 """Maximum number of charts beside each other."""
 
@@ -138,7 +141,8 @@ def _bars(axes: Axes, found: Sequence[Figure]) -> None:
 
 def _curves(axes: Axes, found: Sequence[Figure]) -> None:
     """Draw a curve of medians for each series."""
-    for name, style in zip(dict.fromkeys(one.series for one in found), _styles(), strict=False):
+    names = dict.fromkeys(one.series for one in found)
+    for name, style in zip(names, itertools.cycle(STYLES), strict=False):
         points = [(one.x, one.median) for one in found if one.series == name]
         axes.plot(*zip(*points, strict=True), style, label=name, markersize=4)
     places = sorted({int(one.x) for one in found if one.x is not None})
@@ -147,11 +151,6 @@ def _curves(axes: Axes, found: Sequence[Figure]) -> None:
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
-
-
-def _styles() -> Iterator[str]:
-    while True:
-        yield from ("o-", "s--", "^:", "v-.")
 
 
 def _number(value: float) -> str:

@@ -20,7 +20,7 @@ from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.slow_link import WAYS as SYNC_WAYS
 from hvdtrain.bench.slow_link import SlowTraining, measure_slow_link
 from hvdtrain.cli.bench_costs import checkpoints, memory, overhead, startup
-from hvdtrain.cli.bench_findings import OUTPUT, finish, machine
+from hvdtrain.cli.bench_findings import OUTPUT, announce, finish
 from hvdtrain.cli.bench_options import (
     BATCH_SIZES,
     CONTROLLER,
@@ -69,8 +69,7 @@ def scaling(
     """
     batch_size = batch_size or BATCH_SIZES[model]
     launch, chosen = launcher(controller)
-    title = f"{model}, batch {batch_size} per worker, {np} workers over {chosen}, {way}"
-    click.echo(f"{title}; {machine()}")
+    title = announce(f"{model}, batch {batch_size} per worker, {np} workers over {chosen}, {way}")
     done: list[Pass] = []
     for one in measure(model, batch_size, way, passes, np, launch):
         done.append(one)
@@ -113,8 +112,7 @@ def peers(
     """
     batch_size = batch_size or BATCH_SIZES[model]
     launch, chosen = launcher(controller)
-    title = f"{model}, batch {batch_size} per core, {np} cores, {chosen}"
-    click.echo(f"{title}; {machine()}")
+    title = announce(f"{model}, batch {batch_size} per core, {np} cores, {chosen}")
 
     def plain(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
         return [*plain_horovodrun(np, chosen), sys.executable, str(script), *arguments]
@@ -158,8 +156,7 @@ def collectives(
     Bandwidths as nccl-tests defines them, in GB/s: algorithm, bytes per second of a call; bus, what each link carries.
     """
     launch, chosen = launcher(controller)
-    title = f"{np} ranks over {chosen}, float32, medians of {passes}"
-    click.echo(f"{title}; {machine()}")
+    title = announce(f"{np} ranks over {chosen}, float32, medians of {passes}")
     heads = ("bytes", "ms", "algorithm", "bus", *(("MPI ms", "bus") if chosen == "mpi" else ()))
     click.echo(line(("", *heads)))
     done = []
@@ -216,10 +213,9 @@ def pipeline(
     With s stages of one core each and m micro-batches, the schedule alone takes (m + s - 1) / m of the ideal time.
     """
     launch, chosen = launcher(controller)
-    title = (
+    title = announce(
         f"{4 * stages} dense layers of {width}, batch {batch_size}, {stages} stages over {chosen}"
     )
-    click.echo(f"{title}; {machine()}")
     done: list[dict[int, Comparison]] = []
     for one in measure_bubble(counts, stages, width, batch_size, passes, launch):
         done.append(one)
@@ -261,8 +257,7 @@ def read(
     Compares N workers of one thread each with one worker. Nothing is trained.
     """
     launch, chosen = launcher(controller)
-    title = f"{files} images, {np} workers over {chosen}"
-    click.echo(f"{title}; {machine()}")
+    title = announce(f"{files} images, {np} workers over {chosen}")
     bars: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         for kind in kinds or KINDS:
@@ -309,8 +304,7 @@ def slow_link(
     # The ranks of Horovod talk to each other in every cycle, also where there is nothing to send.
     launch, chosen = launcher(controller, hosts=known, cycle_time_ms=20.0)
     ranks = sum(host.slots for host in known)
-    title = f"{ranks} workers on {len(known)} hosts over {chosen}, every={every}"
-    click.echo(f"{title}; {machine()}")
+    title = announce(f"{ranks} workers on {len(known)} hosts over {chosen}, every={every}")
     click.echo(line(("", "accuracy", "steps", "bytes/step", "seconds", "fewer bytes", "shorter")))
     first: SlowTraining | None = None
     bars = []

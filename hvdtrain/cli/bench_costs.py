@@ -14,7 +14,7 @@ from hvdtrain.bench.measurement import Comparison, medians
 from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
 from hvdtrain.bench.overhead import DATA, measure_overhead
 from hvdtrain.bench.startup import measure_startup
-from hvdtrain.cli.bench_findings import OUTPUT, finish, machine
+from hvdtrain.cli.bench_findings import OUTPUT, announce, finish
 from hvdtrain.cli.bench_options import (
     BATCH_SIZES,
     CONTROLLER,
@@ -48,8 +48,9 @@ def memory(
     """Peak memory of a rank with Adam."""
     launch, chosen = launcher(controller)
     parameters = parameters_of(width, blocks)
-    title = f"{parameters / 1e6:.1f} million parameters, float32, Adam, over {chosen}; MB per rank"
-    click.echo(f"{title}; {machine()}")
+    title = announce(
+        f"{parameters / 1e6:.1f} million parameters, float32, Adam, over {chosen}; MB per rank"
+    )
     click.echo(line(HEADER))
     bars = []
     for name in names or CASES:
@@ -68,8 +69,7 @@ def memory(
 def startup(context: click.Context, np: int, controller: str, passes: int) -> None:
     """Start-up time against plain horovodrun."""
     chosen = choose_controller(controller, installed_controllers(), find_mpirun())
-    title = f"start-up of {np} workers over {chosen}"
-    click.echo(f"{title}; {machine()}")
+    title = announce(f"start-up of {np} workers over {chosen}")
     done: list[Comparison] = []
     for one in measure_startup(np, chosen, passes):
         done.append(one)
@@ -98,8 +98,7 @@ def overhead(
     Each worker has one core. With several workers fit uses hvdtrain.keras.DistributedOptimizer.
     """
     launch, chosen = launcher(controller)
-    title = f"{np} workers over {chosen}, medians of {passes}"
-    click.echo(f"{title}; {machine()}")
+    title = announce(f"{np} workers over {chosen}, medians of {passes}")
     bars: list[Figure] = []
     for model in models or BATCH_SIZES:
         for kind in kinds or DATA:
@@ -141,8 +140,7 @@ def checkpoints(
     of a small network; 10 minutes of the large one, or 2 minutes with --every 10.
     """
     launch, chosen = launcher(controller)
-    title = f"{model}, {np} workers over {chosen}, a checkpoint every {every} steps"
-    click.echo(f"{title}; {machine()}")
+    title = announce(f"{model}, {np} workers over {chosen}, a checkpoint every {every} steps")
     batch_size = BATCH_SIZES.get(model, 1)
     done: list[CheckpointCost] = []
     for one in measure_checkpoint_cost(model, batch_size, every, np, passes, folder, launch):

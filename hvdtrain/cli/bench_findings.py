@@ -36,6 +36,13 @@ OUTPUT = click.option(
 )  # fmt: skip
 
 
+def announce(measured: str) -> str:
+    """Print what is measured, and on what; return it as the title for `finish`."""
+    title = f"{measured}; {_machine()}"
+    click.echo(title)
+    return title
+
+
 def finish(
     context: click.Context, title: str, unit: str, figures: Iterable[Figure], x: str = ""
 ) -> None:
@@ -43,7 +50,7 @@ def finish(
 
     Args:
         context: Context of the command.
-        title: What was measured.
+        title: What was measured, and on what.
         unit: Unit of the figures.
         figures: What was measured.
         x: Label of the horizontal axis of curves.
@@ -52,7 +59,7 @@ def finish(
     click.echo(f"again: {command}")
     path = context.meta.get(_OUTPUT)
     if path is not None:
-        Findings(f"{title}; {machine()}", unit, tuple(figures), command, x).write(path)
+        Findings(title, unit, tuple(figures), command, x).write(path)
         click.echo(f"written: {path}")
 
 
@@ -68,7 +75,7 @@ def _again(context: click.Context) -> str:
     return shlex.join(words)
 
 
-def machine() -> str:
+def _machine() -> str:
     """Return the number and name of the processors, and the versions of the packages that do the work."""
     found = (
         (name, version_of(name)) for name in ("tensorflow", "tensorflow-cpu", "keras", "horovod")

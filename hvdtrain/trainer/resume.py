@@ -88,9 +88,8 @@ class FitCheckpoints:
         self._alike = True
         self._writing: BackgroundWrite | None = None
         self._failures: list[str] = []  # Failed saves in a row, on rank 0.
-        self._written: int | None = (
-            None  # Step of the newest written checkpoint; on all ranks after the last save.
-        )
+        # Step of the newest checkpoint that this process has written; on all ranks after the last save.
+        self._written: int | None = None
         self._same_as: dict[int, int] = {}  # Checkpoint saved after a rewind -> restored one.
         self._mirror: Mirror | None = None
         self._opened = False
