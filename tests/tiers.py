@@ -22,7 +22,7 @@ UNIT = ["tests/unit", "-n", PROCESSES, "--dist", "loadfile"]
 # Each with ranks of its own, up to 5 GB of them.
 RANKS = ["tests/ranks", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 CLUSTER = ["tests/cluster", "-n", "2", "--dist", "loadfile"]
-TIERS = (UNIT, [*RANKS, "-m", "not slow"])
+TIERS = ([*UNIT, "-m", "not slow"], [*RANKS, "-m", "not slow"])
 ALL_TIERS = (UNIT, RANKS, CLUSTER)
 NO_TESTS = 5
 """Of pytest: nothing was collected, which is no failure of a tier."""

@@ -9,6 +9,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("collectives", controller=request.param)
 
 
+@pytest.mark.slow
 def test_values_and_gradients(results: Results) -> None:
     for found in results.of("case_values_and_gradients"):
         # Small integers: float32 and what is compressed hold them, their sums and their means exactly.

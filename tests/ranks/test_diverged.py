@@ -44,6 +44,7 @@ def test_nothing_but_skipped_steps_ends(results: Results) -> None:
         assert "steps were all skipped (on_nan='skip'): training has stopped" in message
 
 
+@pytest.mark.slow
 def test_rewound(results: Results) -> None:
     for rank in results.of("case_rewound"):
         for name, found in rank.items():
@@ -56,6 +57,7 @@ def test_rewound(results: Results) -> None:
             assert (named["epoch"], named["step"], named["loss"]) == (2, 3, "nan")
 
 
+@pytest.mark.slow
 def test_rewound_in_vain(results: Results) -> None:
     for without, again in results.of("case_rewound_in_vain"):
         assert "there is no checkpoint to go back to (on_nan='rewind')" in without

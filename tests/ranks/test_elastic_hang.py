@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from launch import program, run_command
 
 # Ranks without TensorFlow: they meet as Horovod's do. The first rank 1 sleeps, and rank 0 waits for it as after a
@@ -32,6 +33,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_hang(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [program("hvdtrain"), "run", "-np", "2", "--min-np", "1", "--controller", "gloo"]

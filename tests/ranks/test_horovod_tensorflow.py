@@ -41,6 +41,7 @@ def test_elastic_variables(results: Results) -> None:
     assert results.of("case_elastic_variables") == [[synced, synced, committed]] * 2
 
 
+@pytest.mark.slow
 def test_model_parallel(results: Results) -> None:
     for found in results.of("case_model_parallel"):
         # float64, in another order of summation.

@@ -11,6 +11,7 @@ def results() -> Results:
     return on_ranks("keras_callbacks", np=2, controller="mpi")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controller", MPI_OR_SLOW_GLOO)
 def test_horovods_documented_example(controller: str) -> None:
     results = on_ranks("keras_callbacks", controller=controller)
@@ -47,6 +48,7 @@ def test_the_guard_stops_a_run_whose_reduction_was_removed(results: Results) -> 
         assert found["batches"] <= 1
 
 
+@pytest.mark.slow
 def test_weights_that_were_never_broadcast(results: Results) -> None:
     for found in results.of("case_never_broadcast"):
         assert "drifted apart after epoch 1" in found["forgotten"]

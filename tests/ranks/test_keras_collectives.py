@@ -76,6 +76,7 @@ def test_xla_is_turned_off_for_sync_batch_norm(results: Results) -> None:
     assert results.of("case_automatic_jit_is_off") == [False, False]
 
 
+@pytest.mark.slow
 def test_a_loaded_model_goes_on_as_if_never_saved(results: Results) -> None:
     for gaps in results.of("case_load_model_goes_on"):
         assert gaps == {"keras": 0.0, "h5": 0.0}

@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from launch import CONTROLLERS, on_ranks
+from launch import MPI_OR_SLOW_GLOO, on_ranks
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", MPI_OR_SLOW_GLOO)
 def test_results_of_all_ranks(controller: str) -> None:
     results = on_ranks("hello", np=2, controller=controller)
     assert results.of("case_size") == [[0, 2], [1, 2]]
@@ -27,6 +27,7 @@ def test_ranks_stay_and_nothing_else(processes: list[int]) -> None:
     assert results.of("case_process") == processes
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_is_named_and_the_next_has_new_ranks() -> None:
     hangs = on_ranks("hello", controller="gloo", timeout=2)
     said = r"case_one_rank_hangs failed\n(.|\n)*rank 1: did not end: still running after 2 s"

@@ -43,13 +43,14 @@ def assert_close(found: list[dict[str, float]], limit: float = EXACT) -> None:
         pytest.param("case_optimizers", marks=pytest.mark.slow),
         "case_ways_of_running",
         "case_accumulation",
-        "case_loss_scaling",
+        pytest.param("case_loss_scaling", marks=pytest.mark.slow),
     ],
 )
 def test_equals_one_process(two: Results, case: str) -> None:
     assert_close(two.of(case))
 
 
+@pytest.mark.slow
 def test_arguments(two: Results) -> None:
     found = two.of("case_arguments")
     # float16 has 11 bits: of gradients up to about 0.5, 6 steps at rate 0.1 with momentum lose

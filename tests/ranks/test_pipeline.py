@@ -103,6 +103,7 @@ def test_a_micro_batch_has_its_own_dropout_and_the_same_both_ways(four: Results)
     assert four.of("case_dropout")[0]["weights"] <= EXACT
 
 
+@pytest.mark.slow
 def test_an_absent_neighbour_is_named(four: Results) -> None:
     message = four.of("case_absent")[0]["message"]
     assert "waited 0.5 s for the activations of micro-batch 7 from rank 1" in message

@@ -25,6 +25,7 @@ def check(results: Results, case: str) -> None:
         assert not far
 
 
+@pytest.mark.slow
 def test_sums(results: Results) -> None:
     check(results, "case_sums")
 

@@ -25,6 +25,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("reduction_of_gradients", np=np, controller=controller)
 
 
+@pytest.mark.slow
 def test_compression(results: Results) -> None:
     for found in results.of("case_compression"):
         for name, limit in ROUNDINGS.items():

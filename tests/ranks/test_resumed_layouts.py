@@ -28,6 +28,7 @@ def test_from_layout_to_layout_within_epochs(results: Results) -> None:
         require_near(found)
 
 
+@pytest.mark.slow
 def test_weights_that_a_callback_keeps_stay_in_their_layout(results: Results) -> None:
     for found in results.of("case_best_weights"):
         assert "best weights of the callback EarlyStopping" in found

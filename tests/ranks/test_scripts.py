@@ -142,6 +142,7 @@ def test_horovod_style_at_full_length() -> None:
     assert accuracy(horovodrun("horovod_style.py")) >= 0.96
 
 
+@pytest.mark.slow
 def test_mnist_file_under_horovodrun_over_gloo(tmp_path: Path) -> None:
     """Bright squares in one of ten places stand for digits: they can be learnt in three epochs."""
     rng = np.random.default_rng(0)
@@ -176,6 +177,7 @@ def test_own_loop_and_two_workers_are_one(tmp_path: Path) -> None:
     assert values(two, "validation loss") == pytest.approx(losses, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_horovod_style_under_horovodrun(tmp_path: Path) -> None:
     file = tmp_path / "model.keras"
     # Chance is 0.1.

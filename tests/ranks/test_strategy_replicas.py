@@ -47,7 +47,7 @@ def check(found: dict[str, Any], place: str = "") -> None:
         "case_adam",
         pytest.param("case_optimizers", marks=pytest.mark.slow),
         pytest.param("case_ways_of_running", marks=pytest.mark.slow),
-        "case_tails",
+        pytest.param("case_tails", marks=pytest.mark.slow),
     ],
 )
 def test_same_as_one_process(strategy: str, case: str) -> None:
@@ -68,7 +68,14 @@ def test_what_parts_do_otherwise_is_said_once(strategy: str) -> None:
     assert "'centred' differs if it looks at several examples at once" in warning
 
 
-@pytest.mark.parametrize("case", ["case_sgd", "case_losses", "case_two_outputs"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "case_sgd",
+        pytest.param("case_losses", marks=pytest.mark.slow),
+        pytest.param("case_two_outputs", marks=pytest.mark.slow),
+    ],
+)
 def test_each_loss_and_metric_counts_once(case: str) -> None:
     check(one("tpu", case))
 

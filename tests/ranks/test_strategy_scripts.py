@@ -15,6 +15,7 @@ def results() -> Results:
     return on_ranks("replica_scripts", np=1, env=env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["central-storage", "tpu"])
 @pytest.mark.parametrize(
     "case", [pytest.param("case_mnist", marks=pytest.mark.slow), "case_tabular"]
@@ -38,6 +39,7 @@ def test_the_script_for_tpus(results: Results) -> None:
     assert found["epochs"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "environment", "message"),
     [

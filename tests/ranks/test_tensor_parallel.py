@@ -38,6 +38,7 @@ def test_forward_and_every_gradient(results: Results) -> None:
         assert_close(rank)
 
 
+@pytest.mark.slow
 def test_only_a_gated_mlp_stays_split_and_ranks_hold_their_parts(results: Results) -> None:
     for rank in results.of("case_what_stays_split"):
         assert rank["up"] is rank["gate"] is False and rank["down"] is True

@@ -27,6 +27,7 @@ def results(folder: Path) -> Results:
     return on_ranks("trainer_callbacks", np=2, env={"FOLDER": str(folder)})
 
 
+@pytest.mark.slow
 def test_early_stopping(results: Results) -> None:
     for found in results.of("case_early_stopping"):
         assert found["epochs apart"] == 0
@@ -88,17 +89,20 @@ def test_batch_logs(results: Results) -> None:
     assert first["states apart"] <= EXACT
 
 
+@pytest.mark.slow
 def test_evaluate_in_a_step(results: Results) -> None:
     for found in results.of("case_evaluate_in_a_step"):
         assert max(found.values()) <= EXACT
 
 
+@pytest.mark.slow
 def test_backup_and_restore(results: Results) -> None:
     for found in results.of("case_backup_and_restore"):
         assert found["epochs"] == 3
         assert found["weights"] == 0
 
 
+@pytest.mark.slow
 def test_backup_while_gradients_wait(results: Results) -> None:
     for found in results.of("case_backup_while_gradients_wait"):
         assert found["epochs"] == 3
@@ -153,6 +157,7 @@ def test_run_dir(results: Results, folder: Path) -> None:
     assert [found["tracked"] for found in ranks] == [[0, 6, 12, 18], []]
 
 
+@pytest.mark.slow
 def test_learning_rate(results: Results) -> None:
     for found in results.of("case_learning_rate"):
         assert found["none"] == pytest.approx(0.05)
@@ -167,6 +172,7 @@ def test_learning_rate(results: Results) -> None:
         assert found["schedule"] == pytest.approx(0.1 * 0.5**2)
 
 
+@pytest.mark.slow
 def test_progress_is_shown_on_rank_0(results: Results) -> None:
     first, second = results.of("case_progress")
     silent, bar, line = first

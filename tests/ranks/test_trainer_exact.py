@@ -52,6 +52,7 @@ def test_optimizers(results: Results, case: str) -> None:
     check_same_history(ranks)
 
 
+@pytest.mark.slow
 def test_losses(results: Results) -> None:
     for found in results.of("case_losses"):
         for name, one in found.items():
@@ -68,6 +69,7 @@ def test_numpy(results: Results) -> None:
         check(found)
 
 
+@pytest.mark.slow
 def test_two_outputs(results: Results) -> None:
     ranks = results.of("case_two_outputs")
     for found in ranks:

@@ -143,7 +143,12 @@ trainer.fit(np.ones((8, 3)), np.ones((8, 1)), epochs=3, callbacks=callbacks, ver
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        pytest.param(ONE_RANK_RAISES, "RuntimeError: the disk is gone", id="raises"),
+        pytest.param(
+            ONE_RANK_RAISES,
+            "RuntimeError: the disk is gone",
+            marks=pytest.mark.slow,
+            id="raises",
+        ),
         pytest.param(
             ONE_RANK_STAYS_AWAY,
             "Rank 0: Horovod stopped in the middle of a collective",

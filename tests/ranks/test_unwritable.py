@@ -15,6 +15,7 @@ def alike(results: Results, case: str) -> list[str]:
     return first
 
 
+@pytest.mark.slow
 def test_saving(results: Results) -> None:
     said = alike(results, "case_saving")
     whole, in_parts = said[:4], said[4:]
@@ -46,6 +47,7 @@ def test_a_full_disk_for_a_log_ends_no_training(results: Results) -> None:
             assert "No space left" in text
 
 
+@pytest.mark.slow
 def test_callbacks(results: Results) -> None:
     said = alike(results, "case_callbacks")
     names = ["ModelCheckpoint", "CSVLogger", "BackupAndRestore", "TensorBoard"]

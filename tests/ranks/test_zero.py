@@ -66,6 +66,7 @@ def test_state_is_a_share(either: Results) -> None:
         assert rank["names"] and rank["is Adam"]
 
 
+@pytest.mark.slow
 def test_state_moves_to_other_optimizers(two: Results) -> None:
     assert_close(two.of("case_state_moves"))
 
@@ -112,6 +113,7 @@ def test_errors(two: Results) -> None:
         assert {name for name in wanted if wanted[name] not in found[name]} == set()
 
 
+@pytest.mark.slow
 def test_trainer(two: Results) -> None:
     for found in two.of("case_trainer"):
         assert set(found["Adam"]) == set(found["accumulation"]) == {"weights", "history"}
@@ -176,6 +178,7 @@ def test_file_is_what_plain_keras_would_have_saved(two: Results, folder: Path) -
     assert found["continued"] <= THROUGH_ADAM
 
 
+@pytest.mark.slow
 def test_loss_scaling_goes_on_from_a_file(two: Results) -> None:
     for far in two.of("case_loss_scaling_goes_on"):
         assert far <= EXACT

@@ -156,6 +156,7 @@ def test_no_list_of_modules_is_kept_by_hand(path: Path) -> None:
     assert text.count("COPY --from=package /dist") == 2
 
 
+@pytest.mark.slow
 def test_the_wheel_is_all_that_the_installer_needs(tmp_path: Path) -> None:
     """Its commands from the stages above, run here on the files of the build's context."""
     source = tmp_path / "src"

@@ -125,7 +125,13 @@ def test_extras_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [name for name in PAGES if blocks(PAGES[name], "python") and name not in RUN_ELSEWHERE]
+    "page",
+    [
+        # The README is what everyone reads; the rest takes minutes.
+        pytest.param(name, marks=() if name == "README.md" else pytest.mark.slow)
+        for name in PAGES
+        if blocks(PAGES[name], "python") and name not in RUN_ELSEWHERE
+    ],
 )
 def test_example(page: str, tmp_path: Path) -> None:
     """The page's Python, one block after the other, in one process."""

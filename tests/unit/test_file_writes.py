@@ -71,6 +71,7 @@ def test_a_model_is_replaced_whole(tmp_path: Path, method: str, name: str) -> No
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted([name, link.name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "name"), [("save", "m.keras"), ("save_weights", "m.weights.h5")]
 )

@@ -60,6 +60,7 @@ def test_a_step_of_the_users(kind: type) -> None:
     assert_alike(compiled, trainer.fit((X, Y), **FIT).history, plain, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

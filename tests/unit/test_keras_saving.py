@@ -132,6 +132,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_files_load_where_horovod_is_not_installed(tmp_path: Path) -> None:
     names = ["sgd", "adam", "loss scale"]
     paths = [str(tmp_path / f"{n}.{ending}") for n in names for ending in ("keras", "h5")]

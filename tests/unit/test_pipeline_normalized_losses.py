@@ -138,6 +138,7 @@ def together(run: Callable[[PipelineSteps], Any], steps: Sequence[PipelineSteps]
         return [future.result() for future in [threads.submit(run, one) for one in steps]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [True, False])
 def test_three_stages_are_one_model(padded: bool) -> None:
     plain = tagger(padded)

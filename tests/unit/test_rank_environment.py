@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from hvdtrain.environment import STALL_DEFAULTS
 from hvdtrain.worker.rank_environment import rank_environment
 
@@ -49,6 +51,7 @@ def threads_of_tensorflow(intra: int, inter: int) -> tuple[int, int]:
     return int(printed[0]), int(printed[1])
 
 
+@pytest.mark.slow
 def test_tensorflow_obeys() -> None:
     operations, others = threads_of_tensorflow(intra=1, inter=3)
     more_operations, more_others = threads_of_tensorflow(intra=4, inter=3)

@@ -104,13 +104,13 @@ def test_output_of_any_bytes_comes_before_the_end(tmp_path: Path) -> None:
 
 
 def test_a_process_that_left_another_behind(tmp_path: Path) -> None:
-    """It holds the output open, and is ended too."""
+    """It holds the output open, and is ended too: long before it would end by itself."""
     with start(tmp_path, ["sh", "-c", "sleep 600 & exit 4"]) as agents:
         asked = time.monotonic()
         assert news_until(agents, "ended")["ended"] == [0, 4]
-        assert time.monotonic() - asked < 3
+        assert time.monotonic() - asked < 30
         while any("sleep" in line for line in running_in(tmp_path)):
-            assert time.monotonic() - asked < 3
+            assert time.monotonic() - asked < 30
 
 
 def test_the_deaf_are_killed(tmp_path: Path) -> None:
@@ -118,9 +118,9 @@ def test_the_deaf_are_killed(tmp_path: Path) -> None:
     with start(tmp_path, ["sh", "-c", "trap '' TERM; sleep 600 & echo 1; wait"]) as agents:
         news_until(agents, "output")
         asked = time.monotonic()
-    assert 1.5 < time.monotonic() - asked < 4
+    assert 1.5 < time.monotonic() - asked < 30
     while any("sleep" in line for line in running_in(tmp_path)):
-        assert time.monotonic() - asked < 4
+        assert time.monotonic() - asked < 30
 
 
 def test_an_agent_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ APART = "the 2 ranks never exchanged a value"
 NOTHING = "horovod.tensorflow.keras does nothing on Keras 3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "said", "environment"),
     [
