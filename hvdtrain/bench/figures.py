@@ -9,14 +9,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hvdtrain.errors import EngineError
+from hvdtrain.report.drawing import CHARTS, drawing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SUFFIXES = (".json", ".png", ".svg")
+SUFFIXES = (".json", *CHARTS)
 """File types that can be written."""
 STYLES = ("o-", "s--", "^:", "v-.")
 """Markers and lines of curves."""
@@ -77,10 +77,6 @@ class Findings:
             self._draw(path)
 
     def _draw(self, path: Path) -> None:
-        require_drawing()
-        import matplotlib
-        from matplotlib.figure import Figure as Drawing
-
         panels = list(dict.fromkeys(one.panel for one in self.figures))
         columns = min(len(panels), COLUMNS)
         rows = -(-len(panels) // columns)
@@ -89,16 +85,8 @@ class Findings:
         size = (
             (4 * columns, 3 * rows) if has_curves else (7.5 * columns, (1.2 + 0.36 * bars) * rows)
         )
-        settings: Any = {
-            "font.size": 10,
-            "text.parse_math": False,  # A name may contain dollars.
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "legend.frameon": False,
-        }
-        with matplotlib.rc_context(settings):
-            drawing = Drawing(figsize=size, layout="constrained")
-            grid = drawing.subplots(rows, columns, squeeze=False)
+        with drawing(*size, font_size=10) as figure:
+            grid = figure.subplots(rows, columns, squeeze=False)
             for axes, panel in zip(grid.flat, panels, strict=False):
                 found = [one for one in self.figures if one.panel == panel]
                 axes.set_title(panel, fontsize=10)
@@ -108,21 +96,13 @@ class Findings:
                     axes.set_ylabel(self.unit)
             for axes in list(grid.flat)[len(panels) :]:
                 axes.remove()
-            drawing.suptitle(
+            figure.suptitle(
                 "\n".join(textwrap.wrap(self.title, int(14 * size[0]))),
                 fontsize=9,
                 x=0.01,
                 ha="left",
             )
-            drawing.savefig(path, dpi=120)
-
-
-def require_drawing() -> None:
-    """Raise EngineError if charts cannot be drawn."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise EngineError("a chart is drawn with matplotlib: pip install matplotlib") from error
+            figure.savefig(path, dpi=120)
 
 
 def _bars(axes: Axes, found: Sequence[Figure]) -> None:

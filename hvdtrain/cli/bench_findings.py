@@ -11,8 +11,10 @@ from typing import Any
 
 import click
 
-from hvdtrain.bench.figures import SUFFIXES, Figure, Findings, require_drawing
+from hvdtrain.bench.figures import SUFFIXES, Figure, Findings
+from hvdtrain.errors import UsageError
 from hvdtrain.install.build_environment import version_of
+from hvdtrain.report.drawing import check_output
 
 _OUTPUT = "hvdtrain.bench.output"
 
@@ -21,12 +23,10 @@ def _checked(context: click.Context, parameter: click.Parameter, path: Path | No
     """Refuse before the measurement what could not be written after it."""
     if path is None:
         return
-    if path.suffix not in SUFFIXES:
-        raise click.BadParameter(f"{str(path)!r} does not end with {', '.join(SUFFIXES)}")
-    if not os.access(path.parent, os.W_OK):
-        raise click.BadParameter(f"folder {str(path.parent)!r} does not exist or is not writable")
-    if path.suffix != ".json":
-        require_drawing()
+    try:
+        check_output(path, SUFFIXES)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from error
     context.meta[_OUTPUT] = path
 
 

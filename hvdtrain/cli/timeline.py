@@ -10,32 +10,44 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hvdtrain.report.timeline_chart import TENSORS_SHOWN, draw_timeline, short_name
+
 if TYPE_CHECKING:
     from hvdtrain.report.timeline import Summary
 
-_TENSORS_SHOWN = 20
 _LONGEST_NAME = 48
 
 
 @click.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all tensors.")
-def timeline(file: Path, as_json: bool) -> None:
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="CHART",
+    help="Also draw the summary to a .png or .svg file. Needs matplotlib.",
+)  # fmt: skip
+def timeline(file: Path, as_json: bool, output: Path | None) -> None:
     """Summarise FILE, which `hvdtrain run --timeline-filename FILE` has written.
 
     It shows the time that tensors spend in negotiation, queues, copies and communication, how many of them travel
     together, which rank the others wait for, and what to change. The run may have been killed. Times are those of
     rank 0. The number of cycles needs --timeline-mark-cycles.
     """
+    from hvdtrain.report.drawing import check_output
     from hvdtrain.report.timeline import read_timeline
     from hvdtrain.report.timeline_advice import advice
 
+    if output is not None:
+        check_output(output)
     summary = read_timeline(file)
+    if output is not None:
+        draw_timeline(summary, f"{file}: {next(_whole(summary))}", output)
     if as_json:
         click.echo(json.dumps({**asdict(summary), "advice": advice(summary)}))
         return
     for line in [*_whole(summary), "", *_table(summary), "", *advice(summary)]:
         click.echo(line)
+    if output is not None:
+        click.echo(f"written: {output}")
 
 
 def _whole(summary: Summary) -> Iterator[str]:
@@ -80,20 +92,15 @@ def _table(summary: Summary) -> Iterator[str]:
     yield f"{'tensor':<{_LONGEST_NAME}} {'times':>7} {'MB':>9}" + "".join(
         f" {kind + ' s':>15}" for kind in kinds
     )
-    for tensor in summary.tensors[:_TENSORS_SHOWN]:
+    for tensor in summary.tensors[:TENSORS_SHOWN]:
+        name = short_name(tensor.name, _LONGEST_NAME)
         yield (
-            f"{_short(tensor.name):<{_LONGEST_NAME}} {tensor.operations:>7,} {tensor.bytes / 1e6:>9,.3f}"
+            f"{name:<{_LONGEST_NAME}} {tensor.operations:>7,} {tensor.bytes / 1e6:>9,.3f}"
             + "".join(f" {tensor.seconds[kind]:>15.3f}" for kind in kinds)
         )
-    more = len(summary.tensors) - _TENSORS_SHOWN
+    more = len(summary.tensors) - TENSORS_SHOWN
     if more > 0:
         yield f"and {more:,} others: see --json"
-
-
-def _short(name: str) -> str:
-    """Return the end of a name, which distinguishes tensors, with "?" for unprintable characters."""
-    shown = "".join(c if c.isprintable() else "?" for c in name[-2 * _LONGEST_NAME :])
-    return shown if len(shown) <= _LONGEST_NAME else f"...{shown[3 - _LONGEST_NAME :]}"
 
 
 def _percent(seconds: float, summary: Summary) -> str:

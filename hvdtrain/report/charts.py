@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import EngineError
+from hvdtrain.report.drawing import COLOURS, drawing
 from hvdtrain.report.run_record import Point, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5b5b5b", "#8f7a00"]
-"""Colours that the colour-blind can tell apart: Okabe and Ito 2008, with two darker ones for thin lines on white."""
 MOST_POINTS = 400
 """Maximum number of points of a curve, so that the page of a long run stays small; a screen shows no more."""
 WIDTH, HEIGHT = 5.0, 3.1
@@ -184,27 +182,15 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _chart(title: str, draw: Callable[[Axes], None], label: str, text: str) -> Chart:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EngineError(
-            "hvdtrain report draws with matplotlib: pip install matplotlib"
-        ) from error
     settings: Any = {
-        "svg.fonttype": "none",  # Text stays text: small, selectable, in the page's font.
-        "svg.hashsalt": title,  # The same run gives the same page.
-        "font.size": 11,
-        "text.parse_math": False,  # A name may contain dollars.
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "grid.color": "#e4e4e4",
-        "legend.frameon": False,
-        "legend.fontsize": 10,
+        "svg_fonttype": "none",  # Text stays text: small, selectable, in the page's font.
+        "svg_hashsalt": title,  # The same run gives the same page.
+        "font_size": 11,
+        "axes_grid": True,
+        "grid_color": "#e4e4e4",
+        "legend_fontsize": 10,
     }
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+    with drawing(WIDTH, HEIGHT, **settings) as figure:
         axes = figure.add_subplot()
         draw(axes)
         axes.set_xlabel(label)

@@ -42,7 +42,7 @@ ALLOWED = {
     "launch": {"view", "report"},
     "view": {"report"},
     "install": LAUNCH,
-    "bench": LAUNCH | TRAIN | {"strategies", "parallel"},
+    "bench": LAUNCH | TRAIN | {"strategies", "parallel", "report"},
     "doctor": LAUNCH | {"install"},
     "starters": set(),
     "estimate": TRAIN | {"strategies"},

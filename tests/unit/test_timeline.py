@@ -16,6 +16,7 @@ from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.report import timeline_events
 from hvdtrain.report.timeline import Summary, read_timeline
 from hvdtrain.report.timeline_advice import MOST, advice
+from hvdtrain.report.timeline_chart import TENSORS_SHOWN, short_name
 
 RECORDED = Path(__file__).parent / "timelines"
 GRADIENTS = {f"hvdtrain_gradient_0_{place}" for place in range(4)}
@@ -308,3 +309,42 @@ def test_json_and_no_tensorflow() -> None:
     found = json.loads(done.stdout)
     assert {tensor["name"] for tensor in found["tensors"]} > GRADIENTS
     assert found["advice"]
+
+
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+def test_a_chart_shows_what_the_text_says(controller: str, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.svg"
+    file = RECORDED / f"{controller}.json"
+    done = CliRunner().invoke(timeline, [str(file), "--output", str(path)])
+    assert (done.exit_code, f"written: {path}" in done.output) == (0, True)
+    drawn, summary = path.read_text(), read_timeline(file)
+    # matplotlib draws text as paths, and keeps it in comments.
+    for tensor in summary.tensors[:TENSORS_SHOWN]:
+        assert short_name(tensor.name, 44) in drawn
+    for rank, times in summary.last.items():
+        assert f"rank {rank}" in drawn
+        assert f"{times:,} times" in drawn
+    for kind, seconds in summary.busy.items():
+        assert kind in drawn
+        assert f"{100 * seconds / summary.seconds:.1f} %" in drawn
+
+
+def test_a_chart_of_one_rank_and_of_names_that_hurt(tmp_path: Path) -> None:
+    writer = Writer()
+    writer.operate(["$x_{1}$ <&>\x07" + "long" * 50], 1.0, MPI_ALLREDUCE=0.5)
+    (tmp_path / "timeline.json").write_text(writer.text)
+    chart = tmp_path / "chart.png"
+    done = CliRunner().invoke(timeline, [str(tmp_path / "timeline.json"), "-o", str(chart)])
+    assert done.exit_code == 0
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("chart.pdf", "does not end with .png, .svg"), ("no/chart.png", "does not exist")],
+)
+def test_a_chart_that_cannot_be_written_is_refused(name: str, says: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(timeline, [str(RECORDED / "mpi.json"), "-o", str(tmp_path / name)])
+    assert isinstance(done.exception, UsageError)
+    assert says in str(done.exception)
+    assert not done.output
