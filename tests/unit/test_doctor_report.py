@@ -118,15 +118,15 @@ def test_a_check_that_breaks_is_a_red_line() -> None:
 
 
 def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    # The grandchild leaves the session and holds the pipe, as ranks do.
+    # The grandchild leaves the session and holds the pipe, as ranks do. In the time limit it must have started.
     lines = f"setsid /bin/sh -c 'echo $$ > {tmp_path}/pid; exec /bin/sleep 60' & wait"
     environ = path_with(tmp_path / "bin", {"slow": lines})
     environ["PATH"] += os.pathsep + os.environ["PATH"]
     start = time.monotonic()
-    said = run(["slow"], limit=0.5, environ=environ)
+    said = run(["slow"], limit=3, environ=environ)
     assert said is not None
     assert said.returncode is None
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40
     pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
 
