@@ -4,7 +4,8 @@ Names, arguments and meaning are Horovod's. With Keras 2 (TF_USE_LEGACY_KERAS=1 
 module works, this module exports Horovod's objects unchanged.
 
 In addition to horovod.tensorflow.keras it has `Compression.bf16`, `check_replicas`, `broadcast_variables` for Keras
-variables, `SyncBatchNormalization`, `DistributedGradientTape` and `PartialDistributedGradientTape`.
+variables, `SyncBatchNormalization`, `DistributedGradientTape`, `PartialDistributedGradientTape` and the optimizer
+`LARS`.
 """
 
 from hvdtrain.keras.legacy import horovod_names, uses_legacy_keras
@@ -23,6 +24,7 @@ else:
     from hvdtrain.keras import callbacks as callbacks
     from hvdtrain.keras import elastic as elastic
     from hvdtrain.keras.collectives import *  # noqa: F403 - Horovod's collectives and queries
+    from hvdtrain.keras.lars import LARS as LARS
     from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
     from hvdtrain.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
     from hvdtrain.keras.saving import load_model as load_model

@@ -25,13 +25,14 @@ ELEMENTWISE = (
     optimizers.Lion,
 )
 WHOLE = {
+    "LARS": "scales each step by the norm of the whole variable",
     "Lamb": "scales each step by the norm of the whole variable",
     "Muon": "makes each step from the whole matrix",
     "Adafactor": "keeps averages over whole rows and columns",
     "ScheduleFreeAdamW": "initializes its state from the weights",
     "MultiOptimizer": "holds several optimizers",
 }
-"""Keras's other optimizers, and why they are not elementwise."""
+"""Other optimizers of Keras and of hvdtrain, and why they are not elementwise."""
 
 
 def require_elementwise(optimizer: Any, cannot: str) -> None:
@@ -49,7 +50,7 @@ def require_elementwise(optimizer: Any, cannot: str) -> None:
         return
     known = ", ".join(each.__name__ for each in ELEMENTWISE)
     reason = "may look at more than one element of a variable"
-    if kind.__module__.startswith("keras."):
+    if kind.__module__.startswith(("keras.", "hvdtrain.")):
         reason = WHOLE.get(kind.__name__, reason)
     raise UsageError(
         f"{kind.__name__} {cannot}: it {reason}. Use one of {known}; if your own optimizer "

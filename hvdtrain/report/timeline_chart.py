@@ -56,7 +56,9 @@ def _draw_whole(axes: Axes, summary: Summary) -> None:
     bars = axes.barh(names, seconds, color=[*COLOURS[: len(KINDS)], "#c4c4c4"])
     parts = [f"{100 * value / (summary.seconds or 1):.1f} %" for value in seconds]
     axes.bar_label(bars, parts, padding=4)
-    axes.set_title(f"{summary.seconds:.3f} s: share with at least one tensor in each activity", fontsize=9)
+    axes.set_title(
+        f"{summary.seconds:.3f} s: share with at least one tensor in each activity", fontsize=9
+    )
     axes.set_xlim(0, 1.08 * (summary.seconds or 1))
     _finish(axes)
 

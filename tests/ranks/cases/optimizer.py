@@ -73,6 +73,7 @@ def case_optimizers() -> dict[str, Apart]:
         "Adam": lambda: Adam(1e-2),
         "AdamW": lambda: optimizers.AdamW(1e-2, weight_decay=0.05),
         "Lamb": lambda: optimizers.Lamb(1e-2),
+        "LARS": lambda: hvd.LARS(1.0, weight_decay=0.05, trust_coefficient=0.05),
         "clipnorm": lambda: momentum(clipnorm=0.1),
         "global_clipnorm": lambda: momentum(global_clipnorm=0.1),
         "clipvalue": lambda: momentum(clipvalue=0.01),
