@@ -22,12 +22,13 @@ class LARS(keras.optimizers.SGD):
         w = w + velocity
 
     Vectors and scalars, such as biases and the weights of normalization layers, take the step of SGD at learning_rate,
-    without decay, as in Algorithm 1 of the paper and in MLPerf.
+    without decay. MLPerf and SimCLR do so too. In a network without normalization layers, which does not bear steps of
+    such size, a small learning_rate with a large trust_coefficient (0.3 and 0.05) lets the matrices learn as fast.
 
     The norms are those of whole variables, so LARS does not train variables that are split (ZeRO, tensor parallelism).
 
     Args:
-        learning_rate: A number, a schedule or a callable. The paper's rates are 5 to 30.
+        learning_rate: A number, a schedule or a callable.
         momentum: Factor of the velocity in each step.
         weight_decay: Factor of the weights that is added to the gradient, before the rate is scaled.
         trust_coefficient: Largest change of a variable in a step with rate 1, as a fraction of its norm.

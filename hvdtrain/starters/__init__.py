@@ -46,6 +46,7 @@ class Starter:
 _ALL = (
     Starter("mnist", "the Trainer with a convolutional network, on handwritten digits"),
     Starter("tabular", "the Trainer on a million rows of NumPy arrays"),
+    Starter("large-batch", "large batches: a scaled rate with warm-up, LARS and LAMB"),
     Starter("custom-loop", "a training loop of your own, step by step"),
     Starter("horovod-style", "model.fit with Horovod's callbacks, without the Trainer"),
     Starter(

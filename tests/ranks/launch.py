@@ -107,7 +107,7 @@ def on_ranks(
     controller: str = "mpi",
     *,
     env: Mapping[str, str] | None = None,
-    timeout: float = 240,
+    timeout: float = 600,
 ) -> Results:
     """Return the results of `cases/<name>.py` on `np` ranks, each case whatever became of those before it.
 
@@ -158,7 +158,7 @@ def launch(
     controller: str = "mpi",
     *,
     env: Mapping[str, str] | None = None,
-    timeout: float = 240,
+    timeout: float = 600,
     horovodrun: bool = False,
 ) -> Launched:
     """Run `command` on `np` ranks of this machine; fail the test if it outlasts `timeout`.
@@ -177,7 +177,7 @@ def launch(
 
 
 def run_command(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 240
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 600
 ) -> Launched:
     """Run `command` once, in the environment of ranks; fail the test if it outlasts `timeout`."""
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""LARS, against Algorithm 1 of its paper in NumPy."""
+"""LARS, against its formula in NumPy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def expected(
 
 @pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
 @pytest.mark.parametrize("decay", [0.0, DECAY])
-def test_each_step_is_that_of_the_paper(momentum: float, decay: float) -> None:
+def test_each_step_is_that_of_the_formula(momentum: float, decay: float) -> None:
     random = np.random.default_rng(0)
     # A matrix, a kernel of a convolution, a bias, and a matrix of zeros.
     shapes = [(3, 4), (2, 2, 3, 5), (4,), (2, 2)]

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = {
     "mnist": "train_mnist.py",
     "tabular": "train_tabular.py",
+    "large-batch": "train_large_batch.py",
     "custom-loop": "train_custom_loop.py",
     "horovod-style": "horovod_style.py",
     "tpu": "train_tpu.py",
@@ -128,7 +129,7 @@ def test_nothing_is_overwritten_without_force(here: Path) -> None:
     [
         (
             ["mnits"],
-            "No script 'mnits': choose from mnist, tabular, custom-loop, horovod-style, tpu, "
+            "No script 'mnits': choose from mnist, tabular, large-batch, custom-loop, horovod-style, tpu, "
             "parameter-server, "
             "model-parallel. Did",
         ),

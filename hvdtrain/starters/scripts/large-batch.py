@@ -1,0 +1,1 @@
+../../../scripts/train_large_batch.py
