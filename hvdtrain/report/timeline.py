@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UsageError
-from hvdtrain.report.timeline_events import Events
+from hvdtrain.timeline_events import Events
 
 NEGOTIATION, QUEUE, COPIES, COMMUNICATION, OTHER = KINDS = (
     "negotiation", "queue", "copies", "communication", "other",

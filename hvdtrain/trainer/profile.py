@@ -31,6 +31,7 @@ from hvdtrain.errors import warn_user
 from hvdtrain.messages import logger
 from hvdtrain.profiled_steps import ProfiledSteps
 from hvdtrain.runtime import Rank
+from hvdtrain.timeline_events import Events
 from hvdtrain.trainer.profile_slices import (
     Slice,
     collective_slices,
@@ -209,9 +210,9 @@ class _Recording:
     def slices(self, most: int) -> tuple[list[Slice], int]:
         """End the recording; return its slices, and how many operations are left out so that at most `most` remain."""
         _sync_gpus()
-        timeline = ""
-        if self._has_timeline and _in_time(hvd.stop_timeline) and self._timeline.exists():
-            timeline = self._timeline.read_text(errors="replace")
+        collectives: list[Slice] = []
+        if self._has_timeline and _in_time(hvd.stop_timeline) and _has_events(self._timeline):
+            collectives = collective_slices(Events(self._timeline))
         ops: list[Slice] = []
         left_out = 0
         if self._has_ops:
@@ -225,7 +226,6 @@ class _Recording:
                 ops, left_out = longest(partial(op_slices, space), most)
         self._blocks.close()
         phases = phase_slices(self._spans, self._clock)
-        collectives = collective_slices(timeline) if timeline else []
         return [*self._steps, *phases, *collectives, *ops], left_out
 
     def drop(self) -> None:
@@ -250,6 +250,11 @@ def _begin(timeline: Path) -> bool:
         )
         return False
     return _in_time(lambda: hvd.start_timeline(str(timeline)))
+
+
+def _has_events(timeline: Path) -> bool:
+    """Whether Horovod has written anything: it does so with the first collective."""
+    return timeline.exists() and timeline.stat().st_size > 0
 
 
 def _in_time(call: Callable[[], None]) -> bool:

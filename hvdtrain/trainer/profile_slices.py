@@ -7,7 +7,7 @@ track of slices.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -114,8 +114,8 @@ class _Message:
     tensors: list[str] = field(default_factory=list)
 
 
-def collective_slices(timeline: str) -> list[Slice]:
-    """Return Horovod's messages in a complete timeline, each with the negotiation of its tensors and its activities.
+def collective_slices(events: Iterable[Mapping[str, Any]]) -> list[Slice]:
+    """Return Horovod's messages in the events of a timeline, with the negotiation of their tensors and their activities.
 
     The operations of tensors that travel together begin in a row. Messages that overlap are put on different tracks.
     """
@@ -126,7 +126,7 @@ def collective_slices(timeline: str) -> list[Slice]:
     messages: list[_Message] = []
     of: dict[int, _Message] = {}
     in_a_row = False
-    for event in json.loads(timeline):
+    for event in events:
         phase, tensor, args = event["ph"], event.get("pid", 0), event.get("args", {})
         if phase == "M":
             began = 1000 * args.get("start_time_since_epoch_in_micros", 0) or began

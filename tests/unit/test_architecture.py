@@ -24,6 +24,7 @@ GROUND = {
     "signals",
     "rank_variables",
     "strategy_names",
+    "timeline_events",
     "tf_config",
     "worker",
 }

@@ -24,6 +24,7 @@ from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.profiled_steps import MOST_STEPS, PROFILE, asked_steps, parse_steps
 from hvdtrain.runtime import Rank, engine_environment
+from hvdtrain.timeline_events import Events
 from hvdtrain.trainer import profile as of_ranks
 from hvdtrain.trainer.profile import Profile
 from hvdtrain.trainer.profile_slices import (
@@ -139,8 +140,8 @@ def test_the_shortest_operations_are_left_out() -> None:
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
 def test_collectives_of_a_recorded_timeline(controller: str) -> None:
     """See test_timeline: five steps of a model with four weights, whose gradients travel together."""
-    text = (TIMELINES / f"{controller}.json").read_text()
-    found = collective_slices(text)
+    events = list(Events(TIMELINES / f"{controller}.json"))
+    found = collective_slices(events)
     messages = [one for one in found if one.facts]
     gradients = [one for one in messages if one.name == "ALLREDUCE of 4 tensors"]
     assert len(gradients) == 5
@@ -148,7 +149,7 @@ def test_collectives_of_a_recorded_timeline(controller: str) -> None:
         assert one.facts is not None
         assert {name.split()[0] for name in one.facts["tensors"]} == GRADIENTS
     assert_nested(found)
-    start = 1000 * json.loads(text)[0]["args"]["start_time_since_epoch_in_micros"]
+    start = 1000 * events[0]["args"]["start_time_since_epoch_in_micros"]
     assert all(start < one.begin < one.end < start + 60_000 * MS for one in messages)
     reduced = [one for one in found if one.name == f"{controller.upper()}_ALLREDUCE"]
     assert len(reduced) >= 5
@@ -172,7 +173,7 @@ def test_messages_that_overlap_are_side_by_side() -> None:
         *(block("E", 1, 7), block("E", 1, 8), block("E", 2, 9), block("E", 2, 9)),
         block("B", 1, 20, "ALLREDUCE"),
     ]
-    found = collective_slices(json.dumps(timeline))
+    found = collective_slices(timeline)
     assert [(s.track, s.name, s.begin // 1000 - 10, s.end // 1000 - 10) for s in found] == [
         ("collectives", "ALLREDUCE", 1, 8),
         ("collectives", "negotiation", 1, 3),
@@ -181,6 +182,17 @@ def test_messages_that_overlap_are_side_by_side() -> None:
         ("collectives 2", "negotiation", 5, 5),
         ("collectives 2", "NCCL_ALLREDUCE", 6, 9),
     ]
+
+
+def test_collectives_of_a_timeline_that_is_cut_off(tmp_path: Path) -> None:
+    """Horovod's thread may have ended in the middle of an event."""
+    text = (TIMELINES / "mpi.json").read_text()
+    (tmp_path / "timeline.json").write_text(text[: len(text) // 2])
+    whole = collective_slices(Events(TIMELINES / "mpi.json"))
+    found = collective_slices(Events(tmp_path / "timeline.json"))
+    messages = [[one for one in slices if one.facts] for slices in (found, whole)]
+    assert messages[0] == messages[1][: len(messages[0])]
+    assert 0 < len(messages[0]) < len(messages[1])
 
 
 def test_a_trace_of_two_ranks() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hvdtrain import timeline_events
 from hvdtrain.cli.timeline import timeline
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.report import timeline_events
 from hvdtrain.report.timeline import Summary, read_timeline
 from hvdtrain.report.timeline_advice import MOST, advice
 from hvdtrain.report.timeline_chart import TENSORS_SHOWN, short_name
