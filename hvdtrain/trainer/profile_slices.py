@@ -115,7 +115,7 @@ class _Message:
 
 
 def collective_slices(events: Iterable[Mapping[str, Any]]) -> list[Slice]:
-    """Return Horovod's messages in the events of a timeline, with the negotiation of their tensors and their activities.
+    """Return Horovod's messages in the events of a timeline, with their negotiations and activities.
 
     The operations of tensors that travel together begin in a row. Messages that overlap are put on different tracks.
     """
