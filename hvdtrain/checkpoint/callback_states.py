@@ -19,6 +19,7 @@ import keras
 
 from hvdtrain.collectives.encoding import encode
 from hvdtrain.errors import UsageError, warn_user
+from hvdtrain.replaced_files import replacing
 
 NOT_STATE = {"params", "min_delta"}
 """Attributes not to save: Keras sets params, and the sign of min_delta, in each process."""
@@ -109,10 +110,8 @@ def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
         # Earlier lines may be another training's, in a file that is appended to.
         while kept and kept[-1][0].isdecimal() and int(kept[-1][0]) >= epoch:
             kept.pop()
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("w", newline="") as file:
+        with replacing(path) as temporary, temporary.open("w", newline="") as file:
             csv.writer(file, delimiter=callback.sep).writerows(kept)
-        temporary.replace(path)
 
 
 def _named(

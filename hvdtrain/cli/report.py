@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from hvdtrain.errors import EngineError
+from hvdtrain.replaced_files import replacing
 
 
 @click.command()
@@ -33,10 +34,9 @@ def report(runs: Sequence[Path], output: Path | None) -> None:
         found = [replace(run, name=str(path)) for run, path in zip(found, runs, strict=True)]
     path = output or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     text = page(found)
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(text)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            temporary.write_text(text)
     except OSError as error:
         raise EngineError(f"{path} cannot be written: {error.strerror or error}") from error
     click.echo(path)

@@ -1,15 +1,14 @@
-"""Atomic replacement of files that Keras writes: a new file is written beside the old one, then renamed.
+"""Atomic replacement of files that Keras writes, as in `replaced_files`.
 
-A process that is killed meanwhile keeps the old file. Applies to `Model.save`, `Model.save_weights`, and so to
-ModelCheckpoint; and to the two files of BackupAndRestore, as a pair. Tested with Keras 3.15, which writes in place.
+Applies to `Model.save`, `Model.save_weights`, and so to ModelCheckpoint; and to the two files of BackupAndRestore, as a
+pair. Tested with Keras 3.15, which writes in place.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from keras.src.saving import saving_api
 from keras.src.utils import file_utils
 
 from hvdtrain.keras_internals.corrections import correct
+from hvdtrain.replaced_files import beside, flush, flush_folder, replacing
 
 _SUFFIXES = (".keras", ".h5", ".hdf5")
 
@@ -38,7 +38,7 @@ def _save(
     path = _local_file(filepath) if single else None
     if path is None or (path.exists() and not overwrite):
         return original(model, filepath, overwrite, **kwargs)
-    with _in_place_of(path) as temporary:
+    with replacing(path) as temporary:
         return original(model, str(temporary), overwrite, **kwargs)
 
 
@@ -49,21 +49,6 @@ def _local_file(filepath: Any) -> Path | None:
     path = Path(filepath).resolve()  # A symbolic link is kept, and points to the new file.
     plain = path.suffix in _SUFFIXES and (path.is_file() or not path.exists())
     return path if plain and os.access(path.parent, os.W_OK) else None
-
-
-@contextmanager
-def _in_place_of(path: Path) -> Iterator[Path]:
-    """Yield a temporary file to write, which then replaces `path`; remove it if writing fails."""
-    temporary = _beside(path)
-    try:
-        yield temporary
-        _flush(temporary)
-        if path.exists():
-            shutil.copymode(path, temporary)
-        temporary.replace(path)
-        _flush(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _save_backup(original: Callable[..., Any], self: Any) -> None:
@@ -77,37 +62,23 @@ def _save_backup(original: Callable[..., Any], self: Any) -> None:
         for place, copy in zip(places, before, strict=True):
             if place.exists():
                 shutil.copyfile(place, copy)
-    self._weights_path, self._training_metadata_path = map(str, map(_beside, places))
+    self._weights_path, self._training_metadata_path = map(str, map(beside, places))
     try:
         original(self)
     finally:
         self._weights_path, self._training_metadata_path = str(weights), str(epoch)
-    _flush(_beside(epoch))
+    flush(beside(epoch))
     for place in places:
-        _beside(place).replace(place)
-    _flush(weights.parent)
+        beside(place).replace(place)
+    flush_folder(weights.parent)
 
 
 def _load_backup(original: Callable[..., Any], self: Any) -> None:
     """Replacement of BackupAndRestore._load_model: first complete or discard an interrupted save."""
     weights, epoch = Path(self._weights_path), Path(self._training_metadata_path)
-    if not file_utils.is_remote_path(str(self.backup_dir)) and _beside(epoch).exists():
-        if _beside(weights).exists():
-            _beside(epoch).unlink()
+    if not file_utils.is_remote_path(str(self.backup_dir)) and beside(epoch).exists():
+        if beside(weights).exists():
+            beside(epoch).unlink()
         else:
-            _beside(epoch).replace(epoch)
+            beside(epoch).replace(epoch)
     original(self)
-
-
-def _beside(path: Path) -> Path:
-    """Return the temporary path for `path`, with the same suffix, from which Keras derives the format."""
-    return path.with_name(f".tmp.{path.name}")
-
-
-def _flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

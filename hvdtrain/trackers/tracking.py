@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import UsageError, did_you_mean, warn_user
+from hvdtrain.replaced_files import replacing
 from hvdtrain.trackers.mlflow import MLflow
 from hvdtrain.trackers.tensorboard import TensorBoard
 from hvdtrain.trackers.tracker import RunFacts, Tracker
@@ -106,9 +107,8 @@ class Tracking:
             with self._writing:
                 self._ids[name] = found
                 if self._run_dir is not None:
-                    temporary = self._run_dir / f".{IDS}.tmp"
-                    temporary.write_text(json.dumps(self._ids, indent=2) + "\n")
-                    temporary.replace(self._run_dir / IDS)
+                    with replacing(self._run_dir / IDS) as file:
+                        file.write_text(json.dumps(self._ids, indent=2) + "\n")
 
     def _end(self, status: str) -> None:
         until = time.monotonic() + END_SECONDS

@@ -30,6 +30,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Min
 from hvdtrain.errors import warn_user
 from hvdtrain.messages import logger
 from hvdtrain.profiled_steps import ProfiledSteps
+from hvdtrain.replaced_files import replacing
 from hvdtrain.runtime import Rank
 from hvdtrain.timeline_events import Events
 from hvdtrain.trainer.profile_slices import (
@@ -147,14 +148,15 @@ class Profile:
                 self._write(parts, facts)
 
     def _write(self, parts: Sequence[bytes], facts: dict[str, Any]) -> None:
-        temporary = self._path.with_name(f".{FILE}.tmp")
         try:
-            with gzip.open(temporary, "wt", compresslevel=5, encoding="utf-8") as file:
+            with (
+                replacing(self._path) as temporary,
+                gzip.open(temporary, "wt", compresslevel=5, encoding="utf-8") as file,
+            ):
                 file.write(f'{{"otherData":{json.dumps(facts)},"traceEvents":[\n')
                 for number, part in enumerate(parts):
                     file.write(",\n" * (number > 0) + zlib.decompress(part).decode())
                 file.write("\n]}\n")
-            temporary.replace(self._path)
         except OSError as error:
             warn_user(f"{self._path} cannot be written: {error}. Training continues without it")
             return

@@ -11,6 +11,7 @@ from typing import Any
 
 from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError, warn_user
+from hvdtrain.replaced_files import replacing
 from hvdtrain.trainer.event_log import EventLog
 
 METRICS = "metrics.csv"
@@ -61,9 +62,8 @@ class RunDir:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the run's settings and the versions of its libraries to config.json."""
-        temporary = self.path / f".{CONFIG}.tmp"
-        temporary.write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
-        temporary.replace(self.path / CONFIG)
+        with replacing(self.path / CONFIG) as file:
+            file.write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
 
     @property
     def model(self) -> Path:
@@ -139,12 +139,10 @@ class EpochTable:
                 columns = [*dict.fromkeys([*(reader.fieldnames or ()), *columns])]
                 numbers = ((row.get("epoch", "0") or "", row) for row in reader)
                 before = [row for n, row in numbers if n.isdecimal() and int(n) < epoch]
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        with temporary.open("w", newline="") as file:
+        with replacing(self._path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(before)
-        temporary.replace(self._path)
         self._columns = columns
 
 

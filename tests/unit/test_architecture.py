@@ -20,6 +20,7 @@ GROUND = {
     "errors",
     "messages",
     "profiled_steps",
+    "replaced_files",
     "standard_streams",
     "signals",
     "rank_variables",

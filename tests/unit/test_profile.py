@@ -366,7 +366,7 @@ def test_an_error_in_a_profiled_step_ends_the_recording(
 
 def test_another_profiler_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROFILE, "1-2")
-    (tmp_path / ".profile.json.gz.tmp").mkdir()
+    (tmp_path / ".tmp.profile.json.gz").mkdir()
     tf.profiler.experimental.start("")
     try:
         with warnings.catch_warnings(record=True) as said:
