@@ -124,8 +124,9 @@ def test_every_tracker_gets_the_lines_of_metrics_csv(tmp_path: Path, uri: str) -
     assert kept.epochs[0][1]["examples_per_second"] == pytest.approx(
         lines[0]["examples_per_second"], abs=0.1
     )
-    step, within = kept.rows[0]
-    assert step == STEPS and within["step/loss"] == pytest.approx(lines[0]["loss"])
+    # On a slow machine there are others before, as one comes every so many seconds.
+    within = {step: row["step/loss"] for step, row in kept.rows if "step/loss" in row}
+    assert within[STEPS] == pytest.approx(lines[0]["loss"])
 
     run = client.get_run(ids["MLflow"])
     config = json.loads((run_dir / "config.json").read_text())
@@ -173,6 +174,8 @@ def records(path: Path) -> Iterator[Any]:
             at += left
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):
+            return  # It is being written.
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # All of a record, or its last part.
@@ -191,6 +194,11 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = sorted(run_dir.glob("wandb/offline-*/*.wandb"))
     name = json.loads((run_dir / "trackers.json").read_text())["WandB"]
     assert [path.name for path in files] == [f"run-{name}.wandb"] * 2
+    until = time.monotonic() + PATIENCE_SECONDS
+    # wandb's service may write the last records after it has confirmed the end.
+    while not all(any(one.HasField("exit") for one in records(path)) for path in files):
+        assert time.monotonic() < until
+        time.sleep(0.1)
     written = [list(records(path)) for path in files]
     history = [
         {item.nested_key[0] or item.key: json.loads(item.value_json) for item in one.history.item}
