@@ -34,8 +34,8 @@ import pytest
 from pool import Kind, Pool, Pools, Ran, end_family
 
 CONTROLLERS = ("mpi", "gloo")
-MPI_OR_GLOO = CONTROLLERS if "HVDTRAIN_ALL_CASES" in os.environ else ("mpi",)
-"""For tests that depend little on the controller: with Gloo only before a release."""
+MPI_OR_SLOW_GLOO = ("mpi", pytest.param("gloo", marks=pytest.mark.slow))
+"""For tests that depend little on the controller."""
 ROOT = Path(__file__).resolve().parents[2]
 STALL_SHUTDOWN_SECONDS = 16
 ENVIRONMENT = {

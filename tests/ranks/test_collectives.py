@@ -1,10 +1,10 @@
 """Every collective of hvdtrain.keras on two ranks: values, gradients, dtypes, process sets, errors."""
 
 import pytest
-from launch import MPI_OR_GLOO, Results, on_ranks
+from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
 
 
-@pytest.fixture(scope="module", params=MPI_OR_GLOO)
+@pytest.fixture(scope="module", params=MPI_OR_SLOW_GLOO)
 def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("collectives", controller=request.param)
 

@@ -3,10 +3,10 @@
 import os
 
 import pytest
-from launch import MPI_OR_GLOO, on_ranks
+from launch import MPI_OR_SLOW_GLOO, on_ranks
 
 
-@pytest.mark.parametrize("controller", MPI_OR_GLOO)
+@pytest.mark.parametrize("controller", MPI_OR_SLOW_GLOO)
 def test_results_of_all_ranks(controller: str) -> None:
     results = on_ranks("hello", np=2, controller=controller)
     assert results.of("case_size") == [[0, 2], [1, 2]]
