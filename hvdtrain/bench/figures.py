@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.report.drawing import CHARTS, drawing
+from hvdtrain.report.drawing import CHARTS, drawing, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,8 +67,8 @@ class Findings:
         """Write JSON or a chart, depending on the suffix of `path`.
 
         Raises:
-            EngineError: A chart was asked for, and matplotlib is not installed.
-            OSError: The file cannot be written.
+            EngineError: A chart was asked for, and matplotlib is not installed, or the chart cannot be written.
+            OSError: The JSON file cannot be written.
         """
         if path.suffix == ".json":
             path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -96,13 +95,7 @@ class Findings:
                     axes.set_ylabel(self.unit)
             for axes in list(grid.flat)[len(panels) :]:
                 axes.remove()
-            figure.suptitle(
-                "\n".join(textwrap.wrap(self.title, int(14 * size[0]))),
-                fontsize=9,
-                x=0.01,
-                ha="left",
-            )
-            figure.savefig(path, dpi=120)
+            save(figure, self.title, path)
 
 
 def _bars(axes: Axes, found: Sequence[Figure]) -> None:

@@ -6,14 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from hvdtrain.report.drawing import check_output
+from hvdtrain.report.timeline import Summary, read_timeline
+from hvdtrain.report.timeline_advice import advice
 from hvdtrain.report.timeline_chart import TENSORS_SHOWN, draw_timeline, short_name
-
-if TYPE_CHECKING:
-    from hvdtrain.report.timeline import Summary
 
 _LONGEST_NAME = 48
 
@@ -32,10 +31,6 @@ def timeline(file: Path, as_json: bool, output: Path | None) -> None:
     together, which rank the others wait for, and what to change. The run may have been killed. Times are those of
     rank 0. The number of cycles needs --timeline-mark-cycles.
     """
-    from hvdtrain.report.drawing import check_output
-    from hvdtrain.report.timeline import read_timeline
-    from hvdtrain.report.timeline_advice import advice
-
     if output is not None:
         check_output(output)
     summary = read_timeline(file)

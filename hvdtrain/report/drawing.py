@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,3 +70,17 @@ def drawing(width: float, height: float, **settings: Any) -> Iterator[Figure]:
     style |= {name.replace("_", "."): value for name, value in settings.items()}
     with matplotlib.rc_context(style):
         yield Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, title: str, path: Path) -> None:
+    """Write a drawing with its title to a .png or .svg file.
+
+    Raises:
+        EngineError: If the file cannot be written.
+    """
+    width = int(14 * figure.get_figwidth())  # Characters that fit at this size.
+    figure.suptitle("\n".join(textwrap.wrap(title, width)), fontsize=9, x=0.01, ha="left")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be written: {error.strerror or error}") from error

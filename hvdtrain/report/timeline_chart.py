@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.report.drawing import COLOURS, drawing
+from hvdtrain.report.drawing import COLOURS, drawing, save
 from hvdtrain.report.timeline import KINDS, Summary
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ def draw_timeline(summary: Summary, title: str, path: Path) -> None:
         path: Path of the .png or .svg file to write.
 
     Raises:
-        EngineError: If matplotlib is not installed.
-        OSError: If the file cannot be written.
+        EngineError: If matplotlib is not installed, or the file cannot be written.
     """
     waits = sorted(summary.waits, key=lambda rank: -summary.waits[rank])[:RANKS_SHOWN]
     rows = [
@@ -45,8 +43,7 @@ def draw_timeline(summary: Summary, title: str, path: Path) -> None:
         _draw_tensors(panels[1], summary)
         if waits:
             _draw_waits(panels[2], summary, sorted(waits))
-        figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize=9, x=0.01, ha="left")
-        figure.savefig(path, dpi=120)
+        save(figure, title, path)
 
 
 def _draw_whole(axes: Axes, summary: Summary) -> None:

@@ -348,3 +348,11 @@ def test_a_chart_that_cannot_be_written_is_refused(name: str, says: str, tmp_pat
     assert isinstance(done.exception, UsageError)
     assert says in str(done.exception)
     assert not done.output
+
+
+def test_a_full_disk_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "chart.png").symlink_to("/dev/full")
+    options = [str(RECORDED / "mpi.json"), "-o", str(tmp_path / "chart.png")]
+    done = CliRunner().invoke(timeline, options)
+    assert isinstance(done.exception, EngineError)
+    assert "cannot be written: No space left" in str(done.exception)
