@@ -20,6 +20,8 @@ case "$*" in # As root on Debian or Ubuntu it installs what the cluster tests ne
     --all | *tests/cluster*) "$root/scripts/cluster_packages.sh" ;;
 esac
 cd "$root"
+# Tests start hundreds of Pythons, each of which would compile what it imports.
+unset PYTHONDONTWRITEBYTECODE
 export PATH=$venv/bin:$PATH
 ruff check .
 ruff format --check .
