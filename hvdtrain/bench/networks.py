@@ -7,6 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 
+TOKENS, VOCABULARY = 64, 256
+"""Length of a sequence of `transformer`, and how many tokens there are."""
+
 
 def mnist(library: Any = keras) -> keras.Model:
     """Return the convolutional network of the TensorFlow tutorials on 28x28 images: 347,146 parameters."""
@@ -57,7 +60,43 @@ def large(library: Any = keras) -> keras.Model:
     return mlp(library, 13)
 
 
-MODELS = {"large": large, "mnist": mnist, "resnet20": resnet20, "mlp": mlp}
+def mlp100m(library: Any = keras) -> keras.Model:
+    """Return an `mlp` of 25 layers: 102,340,618 parameters."""
+    return mlp(library, 25)
+
+
+def resnet50(library: Any = keras) -> keras.Model:
+    """Return ResNet-50 for 224x224 images (He et al. 2015): 23,608,202 parameters."""
+    return library.applications.ResNet50(weights=None, classes=10, classifier_activation=None)
+
+
+def transformer(library: Any = keras) -> keras.Model:
+    """Return a causal transformer of six layers of 384 (6 heads) over bytes: 11,286,400 parameters.
+
+    A causal convolution of the embeddings takes the place of an embedding of positions.
+    """
+    layers = library.layers
+    tokens = layers.Input((TOKENS,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, 384)(tokens)
+    x = layers.Conv1D(384, 3, padding="causal")(x)
+    for _ in range(6):
+        y = layers.LayerNormalization(epsilon=1e-5)(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(6, 64)(y, y, use_causal_mask=True)])
+        y = layers.LayerNormalization(epsilon=1e-5)(x)
+        y = layers.Dense(384)(layers.Dense(4 * 384, activation="gelu")(y))
+        x = layers.Add()([x, y])
+    return library.Model(tokens, layers.Dense(VOCABULARY)(x))
+
+
+MODELS = {
+    "large": large,
+    "mlp": mlp,
+    "mlp-100m": mlp100m,
+    "mnist": mnist,
+    "resnet20": resnet20,
+    "resnet50": resnet50,
+    "transformer": transformer,
+}
 
 
 def loss(library: Any = keras) -> keras.losses.Loss:
@@ -66,7 +105,15 @@ def loss(library: Any = keras) -> keras.losses.Loss:
 
 
 def examples(model: keras.Model, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` random examples: x, float32 in the model's input shape; y, int64 in 10 classes."""
+    """Return `count` random examples of one of MODELS.
+
+    Returns:
+        x in the model's input shape, and y int64: images or vectors, float32, with a class below 10 each; or sequences
+        of tokens, int32, with the next token of each.
+    """
     random = np.random.default_rng(seed)
-    x = random.random((count, *model.input_shape[1:]), "float32")
-    return x, random.integers(0, 10, count)
+    shape = (count, *model.input_shape[1:])
+    if len(shape) == len(model.output_shape) - 1:
+        x = random.integers(0, VOCABULARY, shape, "int32")
+        return x, np.roll(x, -1, axis=1).astype("int64")
+    return random.random(shape, "float32"), random.integers(0, 10, count)

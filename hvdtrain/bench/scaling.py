@@ -252,12 +252,19 @@ def time_rounds(
     Returns:
         The seconds of each step of each round, and the last loss.
     """
-    for _ in range(10):
+    same = agree or _same_everywhere
+    # The first two trace, and make the optimizer's variables.
+    for _ in range(2):
         step()
     begin = time.perf_counter()
-    for _ in range(10):
+    step()
+    few = same(max(1, min(10, round(SECONDS / (time.perf_counter() - begin)))))
+    for _ in range(few):
         step()
-    steps = (agree or _same_everywhere)(max(5, round(SECONDS * 10 / (time.perf_counter() - begin))))
+    begin = time.perf_counter()
+    for _ in range(few):
+        step()
+    steps = same(max(2, round(SECONDS * few / (time.perf_counter() - begin))))
     loss = 0.0
     times: list[list[float]] = []
     for _ in range(rounds):

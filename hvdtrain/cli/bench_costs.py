@@ -19,6 +19,7 @@ from hvdtrain.cli.bench_options import (
     BATCH_SIZES,
     CONTROLLER,
     PASSES,
+    SMALL,
     launcher,
     line,
     pair,
@@ -100,7 +101,7 @@ def overhead(
     launch, chosen = launcher(controller)
     title = announce(f"{np} workers over {chosen}, medians of {passes}")
     bars: list[Figure] = []
-    for model in models or BATCH_SIZES:
+    for model in models or SMALL:
         for kind in kinds or DATA:
             done = measure_overhead(model, kind, BATCH_SIZES[model], np, passes, launch)
             fit, trainer, ratio = medians(done)

@@ -18,7 +18,8 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rank_program import Program
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-BATCH_SIZES = {"mnist": 64, "resnet20": 32, "mlp": 64}
+SMALL = {"mnist": 64, "resnet20": 32, "mlp": 64}
+BATCH_SIZES = {**SMALL, "mlp-100m": 64, "resnet50": 4, "transformer": 8}
 
 
 def batch_size_per(worker: str) -> Callable[[_Command], _Command]:

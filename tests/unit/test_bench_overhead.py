@@ -3,8 +3,10 @@
 import time
 
 import keras
+import pytest
 
-from hvdtrain.bench.networks import examples, mlp
+from hvdtrain.bench import networks, torch_peer
+from hvdtrain.bench.networks import MODELS, TOKENS, VOCABULARY, examples
 from hvdtrain.bench.overhead import EPOCHS, dataset, seconds_of_step
 
 
@@ -32,6 +34,36 @@ def test_the_first_epoch_is_not_timed():
     assert 0.01 / 4 <= seconds_of_step(fit, {}, steps=4) < slow / 4
 
 
-def test_the_network_has_the_parameters_that_it_says():
+PARAMETERS = {
+    "mlp": 22_609_930,
+    "mlp-100m": 102_340_618,
+    "resnet50": 23_608_202,
+    "transformer": 11_286_400,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_networks_have_the_parameters_that_they_say(name: str) -> None:
     keras.backend.clear_session()
-    assert mlp().count_params() == 22_609_930
+    assert MODELS[name]().count_params() == PARAMETERS[name]
+    assert f"{PARAMETERS[name]:,} parameters" in str(
+        getattr(networks, name.replace("-", "")).__doc__
+    )
+
+
+def test_a_transformer_predicts_the_next_token() -> None:
+    keras.backend.clear_session()
+    model = MODELS["transformer"]()
+    x, y = examples(model, 2, seed=0)
+    assert x.shape == y.shape == (2, TOKENS) and x.max() < VOCABULARY
+    assert (x[:, 1:] == y[:, :-1]).all()
+    assert model.output_shape == (None, TOKENS, VOCABULARY)
+    # No token sees those after it.
+    other = x.copy()
+    other[:, 10:] = 0
+    before, after = (model.predict(tokens, verbose=0) for tokens in (x, other))
+    assert abs(before - after)[:, :10].max() < 1e-5 < abs(before - after)[:, 10:].max()
+
+
+def test_pytorch_has_the_same_tokens() -> None:
+    assert (torch_peer.TOKENS, torch_peer.VOCABULARY) == (TOKENS, VOCABULARY)

@@ -28,7 +28,8 @@ def test_each_way_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows[2] == ["dense", "0.975", "100", "30", "30.0", "1.0", "x", "1.0", "x"]
     assert rows[3] == ["diloco", "0.975", "100", "20", "20.0", "1.5", "x", "1.5", "x"]
     for (ranks, options, words), way in zip(started, ("dense", "diloco"), strict=True):
-        assert (ranks, options) == (2, {"way": way, "every": 5, "goal": 0.97})
+        assert ranks == 2
+        assert options == {"task": "digits", "way": way, "every": 5, "goal": 0.97}
         assert "a:1,b:1" in words and "20.0" in words
 
 
