@@ -17,6 +17,7 @@ def test_it_goes_on_bit_identically(case: str) -> None:
     assert results[0]["losses"] != results[1]["losses"], "each rank has its own"
 
 
+@pytest.mark.slow
 def test_a_sharded_optimizer_of_two_ranks_goes_on_as_one() -> None:
     folder, weights = on_ranks("checkpoint_manager").of("case_saved_by_two")[0]
     one = on_ranks("checkpoint_manager", np=1, env={"SAVED_BY_TWO": folder})

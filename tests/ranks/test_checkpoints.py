@@ -62,6 +62,7 @@ def test_a_finished_run_and_more_epochs(results: Results) -> None:
         assert found == {"again": [], "longer": [], "finished": []}
 
 
+@pytest.mark.slow
 def test_what_has_changed_is_named(results: Results) -> None:
     for found in results.of("case_refused"):
         assert "the shapes of seeds, statistics and metrics" in found["model"]

@@ -22,6 +22,7 @@ def test_dtypes_and_dimensions(results: Results) -> None:
         assert {name: gap for name, gap in found.items() if gap > 0} == {}
 
 
+@pytest.mark.slow
 def test_a_loss_over_the_examples_of_all_ranks(results: Results) -> None:
     for found in results.of("case_contrastive_loss"):
         # float32, in another order of summation.

@@ -11,6 +11,7 @@ def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("communicator", np=2, controller=request.param)
 
 
+@pytest.mark.slow
 def test_every_dtype_comes_back_as_numpy_computes_it(results: Results) -> None:
     assert results.of("case_collectives") == [[], []]
 

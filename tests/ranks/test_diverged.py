@@ -13,6 +13,7 @@ def results() -> Results:
     return on_ranks("diverged", np=2, controller="mpi")
 
 
+@pytest.mark.slow
 def test_stopped(results: Results) -> None:
     for found in results.of("case_stopped"):
         # Of two steps at once the second is told, and after it the weights of both ranks are nan.

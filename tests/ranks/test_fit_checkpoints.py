@@ -7,10 +7,8 @@ import pytest
 from launch import on_ranks
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["case_ended_and_resumed", pytest.param("case_sharded_optimizer", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["case_ended_and_resumed", "case_sharded_optimizer"])
 def test_a_fit_that_was_ended_becomes_the_undisturbed_one(case: str) -> None:
     """Weights, averages and momenta, History, log, and what callbacks waited for: bit-identical on every rank."""
     for found in on_ranks("fit_checkpoints").of(case):

@@ -9,7 +9,9 @@ def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("horovod_tensorflow", controller=request.param)
 
 
-@pytest.mark.parametrize("case", ["case_indexed_slices", "case_broadcast_in_place"])
+@pytest.mark.parametrize(
+    "case", [pytest.param("case_indexed_slices", marks=pytest.mark.slow), "case_broadcast_in_place"]
+)
 def test_exact(results: Results, case: str) -> None:
     for found in results.of(case):
         # Small whole numbers, and halves of them: exact in every dtype.

@@ -27,6 +27,7 @@ def test_horovods_documented_example(controller: str) -> None:
     assert printed.count("Epoch 1/4") == 1
 
 
+@pytest.mark.slow
 def test_the_first_step_is_that_of_one_process(results: Results) -> None:
     assert max(results.of("case_first_step_equals_one_process")) < 1e-6
 
@@ -102,6 +103,7 @@ def test_moving_statistics_are_averaged(results: Results) -> None:
     assert root["gap"] < 1e-5
 
 
+@pytest.mark.slow
 def test_no_false_alarms(results: Results) -> None:
     for found in results.of("case_no_false_alarms"):
         kept: Any = found.pop("it kept its value")

@@ -41,6 +41,7 @@ def test_eager_collectives(results: Results) -> None:
     }
 
 
+@pytest.mark.slow
 def test_collectives_in_a_graph(results: Results) -> None:
     root, other = (rank["values"] for rank in results.of("case_graph_collectives"))
     assert root == [2.0, 1.0, [2.0, 2.0], 3.0, [[2.0]]]
@@ -55,6 +56,7 @@ def test_sync_batch_norm_equals_one_process(results: Results) -> None:
         assert min(plain) > 1e-2, gaps
 
 
+@pytest.mark.slow
 def test_sync_batch_norm_with_uneven_batches(results: Results) -> None:
     for found in results.of("case_sync_batch_norm_uneven"):
         assert found["gap"] < 1e-5

@@ -41,7 +41,7 @@ def assert_close(found: list[dict[str, float]], limit: float = EXACT) -> None:
     "case",
     [
         pytest.param("case_optimizers", marks=pytest.mark.slow),
-        "case_ways_of_running",
+        pytest.param("case_ways_of_running", marks=pytest.mark.slow),
         "case_accumulation",
         pytest.param("case_loss_scaling", marks=pytest.mark.slow),
     ],
@@ -121,6 +121,7 @@ model.fit(np.zeros((4, 8, 8, 1)), np.zeros(4), verbose=0)
 """
 
 
+@pytest.mark.slow
 def test_file_loads_in_plain_keras(two: Results, folder: Path) -> None:
     sums = two.of("case_saved")
     command = [sys.executable, "-c", PLAIN, str(folder / "rank0.keras")]

@@ -35,6 +35,7 @@ def test_slices(results: Results) -> None:
     check(results, "case_slices")
 
 
+@pytest.mark.slow
 def test_state_without_gradients(results: Results) -> None:
     check(results, "case_state_without_gradients")
 

@@ -16,7 +16,7 @@ ROUNDINGS = {
 }
 
 
-KINDS = ((2, "mpi"), (2, "gloo"), pytest.param((3, "gloo"), marks=pytest.mark.slow))
+KINDS = ((2, "mpi"), *(pytest.param((np, "gloo"), marks=pytest.mark.slow) for np in (2, 3)))
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)

@@ -44,7 +44,7 @@ def check(found: dict[str, Any], place: str = "") -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        "case_adam",
+        pytest.param("case_adam", marks=pytest.mark.slow),
         pytest.param("case_optimizers", marks=pytest.mark.slow),
         pytest.param("case_ways_of_running", marks=pytest.mark.slow),
         pytest.param("case_tails", marks=pytest.mark.slow),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from launch import Results, on_ranks
 
+pytestmark = pytest.mark.slow
 EXACT = 1e-5
 MESHES = {"TEST_MESHES": "2,2,1;1,4,1"}
 
@@ -30,7 +31,6 @@ def assert_close(found: dict, limit: float = EXACT) -> None:
     assert not {name: value for name, value in flat.items() if not value <= limit}
 
 
-@pytest.mark.slow
 def test_forward_and_every_gradient(results: Results) -> None:
     for rank in results.of("case_forward_and_gradients"):
         assert set(rank) == {"2x2", "4"}
@@ -38,7 +38,6 @@ def test_forward_and_every_gradient(results: Results) -> None:
         assert_close(rank)
 
 
-@pytest.mark.slow
 def test_only_a_gated_mlp_stays_split_and_ranks_hold_their_parts(results: Results) -> None:
     for rank in results.of("case_what_stays_split"):
         assert rank["up"] is rank["gate"] is False and rank["down"] is True
@@ -50,7 +49,6 @@ def test_only_a_gated_mlp_stays_split_and_ranks_hold_their_parts(results: Result
         assert sizes["down/kernel"] == 16 * 8 / 4
 
 
-@pytest.mark.slow
 def test_trains_as_one_process_with_the_whole_model(results: Results) -> None:
     for rank in results.of("case_training"):
         assert set(rank) == {"sgd hybrid", "adamw tensor"}
@@ -79,7 +77,6 @@ def test_statistics_are_averaged_and_seeds_kept_apart_over_the_data(common: list
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 
 
-@pytest.mark.slow
 def test_the_state_of_split_layers_may_be_sharded_over_the_data(results: Results) -> None:
     assert max(results.of("case_sharded_state_of_split_layers")) <= EXACT
 
@@ -90,7 +87,6 @@ def test_what_cannot_be_is_said(results: Results) -> None:
         assert "needs at least 8 ranks, but the job has 4" in rank["ranks"]
 
 
-@pytest.mark.slow
 def test_layers_by_hand(results: Results) -> None:
     for rank in results.of("case_by_hand"):
         assert_close({name: v for name, v in rank.items() if name.startswith("float32")})
@@ -98,7 +94,6 @@ def test_layers_by_hand(results: Results) -> None:
         assert_close({name: v for name, v in rank.items() if "bfloat16" in name}, 0.04)
 
 
-@pytest.mark.slow
 def test_grouped_attention(results: Results) -> None:
     for rank in results.of("case_grouped_attention"):
         assert_close(rank)

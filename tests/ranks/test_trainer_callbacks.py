@@ -65,6 +65,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_models_load_in_plain_keras(results: Results, folder: Path) -> None:
     results.of("case_writers"), results.of("case_run_dir")
     paths = [str(folder / "rank0" / "best.keras"), str(folder / "runs" / "one" / "model.keras")]
@@ -110,6 +111,7 @@ def test_backup_while_gradients_wait(results: Results) -> None:
         assert found["weights"] <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_rank_that_the_others_wait_for_is_named(results: Results, folder: Path) -> None:
     first, second = results.of("case_straggler")
     assert [len(one) for one in (first["slow"], second["slow"])] == [1, 0], "once, on rank 0"

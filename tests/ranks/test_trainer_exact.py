@@ -44,7 +44,7 @@ def check_same_history(ranks: list[Any]) -> None:
     assert all(found["histories"] == ranks[0]["histories"] for found in ranks)
 
 
-@pytest.mark.parametrize("case", ["case_sgd", "case_adam"])
+@pytest.mark.parametrize("case", ["case_sgd", pytest.param("case_adam", marks=pytest.mark.slow)])
 def test_optimizers(results: Results, case: str) -> None:
     ranks = results.of(case)
     for found in ranks:
@@ -137,6 +137,7 @@ def test_fit_again_while_gradients_wait(two: Results) -> None:
         check(found)
 
 
+@pytest.mark.slow
 def test_metric_of_each_class(two: Results) -> None:
     for found in two.of("case_metric_of_each_class"):
         assert found.pop("classes") == 5

@@ -29,6 +29,7 @@ def sharded(n, batch=None, upstream=lambda dataset: dataset, seen=None):
     return dataset if batch is None else dataset.batch(batch).prefetch(1)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(
     n=st.integers(1, 40),

@@ -127,6 +127,7 @@ def test_training_that_skips_nothing_is_the_same_to_the_bit(tmp_path: Path) -> N
     assert plain.optimizer.iterations == one.model.optimizer.iterations
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_policy(tmp_path: Path) -> None:
     x = np.ones((EXAMPLES, 3), "float32")
     for epoch, policy in enumerate(("warn", "skip", "stop"), start=1):

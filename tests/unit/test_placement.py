@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
 SCRIPT = r'''
 import json
 import keras
@@ -103,7 +104,6 @@ def found() -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 def test_the_model_trains_as_if_it_were_on_one_device(found: Any) -> None:
     assert found["keras"] <= 1e-6
     assert found["trainer"] <= 1e-6

@@ -69,6 +69,7 @@ def test_wrong_file(
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.slow
 def test_wrong_file_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
     wrong = tmp_path / "mnist.npz"
     wrong.write_text("no arrays")
