@@ -20,7 +20,10 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.worker.main_module import run_script
 
 if TYPE_CHECKING:
+    from hvdtrain.collectives.mesh import Position
     from hvdtrain.estimate.planned_engine import SimulatedHorovod
+    from hvdtrain.parallel.layout import Layout
+    from hvdtrain.strategies.runner import Runner
     from hvdtrain.trainer.loop import FitPlan, Loop
 
 DEFAULT_FUSION = 128 * 2**20
@@ -71,7 +74,7 @@ def _stop_at_fit(engine: SimulatedHorovod, report: Path) -> None:
     from hvdtrain.trainer import strategy_choice
     from hvdtrain.trainer.loop import Loop
 
-    strategy_choice.RUNNERS["pipeline"] = "hvdtrain.estimate.planned_fit:refuse_pipeline"
+    strategy_choice.RUNNERS["pipeline"] = "hvdtrain.estimate.planned_fit:only_stage"
     apply = BaseOptimizer.apply
 
     def fit(loop: Loop, plan: FitPlan) -> NoReturn:
@@ -89,12 +92,16 @@ def _stop_at_fit(engine: SimulatedHorovod, report: Path) -> None:
     BaseOptimizer.apply = refuse
 
 
-def refuse_pipeline(*args: Any) -> NoReturn:
-    """Replace the runner of pipelines: raise UsageError."""
-    raise UsageError(
-        "A pipeline cannot be estimated: its stages differ, and none has one graph for its step. Estimate the model "
-        "without it: a stage has its layers' part of weights, gradients and state"
-    )
+def only_stage(layout: Layout, position: Position) -> Runner:
+    """Return the runner of micro-batches; raise UsageError if there are several stages."""
+    if layout.mesh.pipeline > 1:
+        raise UsageError(
+            "A pipeline cannot be estimated: its stages differ, and none has one graph for its step. Estimate the "
+            "model without it: a stage has its layers' part of weights, gradients and state"
+        )
+    from hvdtrain.parallel.pipeline.stage_runner import StageRunner
+
+    return StageRunner(layout, position)
 
 
 def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, Any]:
@@ -108,10 +115,11 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
     from hvdtrain.data import split
     from hvdtrain.estimate.step_memory import count_operations, peak_bytes
     from hvdtrain.keras_internals.models import optimizers_of
+    from hvdtrain.parallel.pipeline.stage_steps import PipelineSteps
     from hvdtrain.strategies.rank_steps import RankSteps
     from hvdtrain.trainer.setup import symbolic_data
 
-    if not isinstance(loop.steps, RankSteps):
+    if not isinstance(loop.steps, RankSteps | PipelineSteps):
         raise UsageError(
             f"strategy {loop.strategy.name} cannot be estimated: its step is not one graph on each rank"
         )
@@ -119,9 +127,13 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
         raise UsageError("run_eagerly=True leaves no graph to estimate: leave it out")
     part = loop.strategy.part
     begin, end = split(loop.record.config["global_batch_size"], part.index, part.count)
+    micro_batches, kept = 1, 1
+    if isinstance(loop.steps, PipelineSteps):
+        micro_batches = min(loop.steps.count, end - begin)
+        kept = micro_batches if loop.steps.late else 1
     specs = tf.nest.map_structure(
         lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype),
-        symbolic_data(plan.train.element, end - begin),
+        symbolic_data(plan.train.element, -(-(end - begin) // micro_batches)),
     )
     engine.messages.clear()
     graph = loop.steps.trace(specs)
@@ -142,11 +154,12 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
         "memory": {
             "weights": weights,
             "optimizer state": _bytes(state),
-            "gradients": min(gradients, peak),
-            "activations": max(0, peak - gradients),
+            # The sum of those before is in memory, too.
+            "gradients": min(gradients, peak) + (gradients if micro_batches > 1 else 0),
+            "activations": max(0, peak - gradients) * kept,
             "fusion buffer": _fusion([m.bytes or 0 for m in engine.messages]),
             "graph": operations * BYTES_PER_OPERATION,
-            "input": batch * (1 + SHARES_AHEAD),
+            "input": batch * micro_batches * (1 + SHARES_AHEAD),
         },
         "resident": max(0, psutil.Process().memory_info().rss - weights - _bytes(state)),
         "sent": dict(sent),

@@ -1,4 +1,4 @@
-"""Layout: the mesh of ranks, the layers that are split, and the layers at which pipeline stages begin."""
+"""Layout: the mesh of ranks, the layers that are split, the layers at which stages begin, and micro-batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAYS = ("column", "row", "heads", "vocabulary")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is divided over the ranks of a job.
+    """How a model is divided over the ranks of a job, and their shares of the batch into micro-batches.
 
     Attributes:
         mesh: Mesh of ranks.
@@ -25,9 +25,9 @@ class Layout:
             its own.
         stages: Names of the layers, or regular expressions for them, at which the second and later stages begin, for
             mesh.pipeline > 1. None: stages of about equal cost.
-        micro_batches: Number of parts into which a rank's share of the batch is cut, to pass through the stages one
-            after another, for mesh.pipeline > 1. If the loss is divided by a mask or by sample weights, all of them
-            are in memory at once; otherwise at most as many as there are stages.
+        micro_batches: Number of parts into which a rank's share of the batch is cut. They are computed one after
+            another and make one step, so that only the activations of as many as there are stages are in memory at
+            once; of all of them if the loss is divided by a mask or by sample weights.
 
     Raises:
         UsageError: An attribute has the wrong type or value, or does not fit the mesh.

@@ -31,9 +31,11 @@ class Runner:
 
     Attributes:
         rounds: Rounds of ranks that train alone for some steps; None: every step is made together.
+        skips_steps: Whether on_nan="skip" works.
     """
 
     rounds: Rounds | None = None
+    skips_steps = True
 
     def __init__(self, position: Position) -> None:
         self.position = position

@@ -306,9 +306,9 @@ def checked_policy(on_nan: str, strategy: Strategy, saves: bool) -> str:
             f"on_nan={on_nan!r} works with strategy='horovod' (here: {strategy.name}): leave it out, and use "
             "keras.callbacks.TerminateOnNaN"
         )
-    if on_nan == "skip" and strategy.position.mesh.pipeline > 1:
+    if on_nan == "skip" and not strategy.runner.skips_steps:
         raise UsageError(
-            "on_nan='skip' does not work with pipeline stages: choose 'stop' or 'rewind'"
+            "on_nan='skip' does not work with pipeline stages and micro-batches: choose 'stop' or 'rewind'"
         )
     if on_nan == "rewind" and not saves:
         raise UsageError(

@@ -69,16 +69,19 @@ def _parts(
     if sync is not None:
         parts["runner"] = partial(_load("hvdtrain.strategies.rounds:RoundRunner"), sync)
         parts["wrap"] = _load("hvdtrain.strategies.rounds:trained_alone")
-    if layout is not None or shard_optimizer:
-        parts["state"] = _load("hvdtrain.parallel.whole_file:DividedState")
+    divided = shard_optimizer
     if shard_optimizer:
         parts["wrap"] = _load("hvdtrain.parallel.zero.sharded_optimizer:shard")
     if layout is not None:
         from hvdtrain.parallel.layout import as_layout
 
         plan = as_layout(layout)
-        runner = _load(RUNNERS["pipeline" if plan.mesh.pipeline > 1 else "tensor"])
+        divided |= plan.mesh.tensor * plan.mesh.pipeline > 1
+        in_micro_batches = plan.mesh.pipeline > 1 or plan.micro_batches > 1
+        runner = _load(RUNNERS["pipeline" if in_micro_batches else "tensor"])
         parts |= {"mesh": plan.mesh, "runner": partial(runner, plan)}
+    if divided:
+        parts["state"] = _load("hvdtrain.parallel.whole_file:DividedState")
     return parts
 
 

@@ -97,7 +97,7 @@ class Trainer:
         steps_per_execution: Number of steps to run between calls of the callbacks.
         strategy: "horovod", "tpu", "central-storage", "parameter-server" (`hvdtrain strategies` explains them) or a
             Strategy. Default: the one given to `hvdtrain run --strategy`, else "horovod".
-        layout: An hvdtrain.Layout or hvdtrain.Mesh that divides the model over the ranks.
+        layout: An hvdtrain.Layout or hvdtrain.Mesh that divides the model over the ranks, or shares into micro-batches.
         shard_optimizer: Whether each rank keeps only its part of the optimizer's state (ZeRO-1).
         sync: hvdtrain.LocalSGD or hvdtrain.DiLoCo: each rank trains alone for some steps, for slow networks. The result
             then depends on the number of ranks. Default: every step is made together.

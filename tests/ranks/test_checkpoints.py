@@ -10,15 +10,19 @@ from launch import Results, on_ranks
 
 from hvdtrain.environment import EXIT_PREEMPTED
 
+ALL_CASES = "HVDTRAIN_ALL_CASES" in os.environ
+EXACT = ["case_exact", *(["case_exact_elsewhere"] if ALL_CASES else [])]
 
-@pytest.fixture(scope="module", params=[1, 2] if "HVDTRAIN_ALL_CASES" in os.environ else [2])
+
+@pytest.fixture(scope="module", params=[1, 2] if ALL_CASES else [2])
 def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("checkpoints", np=request.param)
 
 
 @pytest.mark.slow
-def test_ended_at_any_step(results: Results) -> None:
-    for found in results.of("case_exact"):
+@pytest.mark.parametrize("case", EXACT)
+def test_ended_at_any_step(results: Results, case: str) -> None:
+    for found in results.of(case):
         assert {name: far for name, far in found.items() if far} == {}
 
 

@@ -161,6 +161,8 @@ class Passes:
     def _run(self, received: list[Any], x: Any, training: bool) -> tuple[Any, list[Any]]:
         """Return the whole model's outputs on the last stage, and the tensors to send on the others."""
         stage = self._stage
+        if stage.count == 1:
+            return stage.model(x, training=training), []
         arrived = _with_masks(tensors_of(stage.received), received)
         inputs = []
         if stage.own_inputs:

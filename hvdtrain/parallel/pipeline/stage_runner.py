@@ -1,4 +1,6 @@
-"""StageRunner: a model that is cut into stages, on a mesh of data x pipeline x tensor.
+"""StageRunner: a model that is cut into stages, on a mesh of data x pipeline x tensor, and trains in micro-batches.
+
+With one stage the ranks only take their shares in micro-batches, to save memory.
 
 `Trainer.model` is this rank's stage: a Keras model of its layers, with their names and a compiled optimizer of its
 own. So callbacks that read the logs (EarlyStopping, ReduceLROnPlateau, also with restored weights) work as usual, and
@@ -33,6 +35,7 @@ from hvdtrain.parallel.pipeline.stage_steps import LastStageMetrics, PipelineSte
 from hvdtrain.parallel.pipeline.stages import Stage, cut
 from hvdtrain.parallel.pipeline.transport import make_transport
 from hvdtrain.parallel.tensor.convert import Layers, split_model
+from hvdtrain.parallel.tensor.split_runner import SplitRunner
 from hvdtrain.parallel.whole_model import make_part
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.gather import gather_predictions
@@ -50,6 +53,7 @@ class StageRunner(Runner):
     """
 
     stage: Stage
+    skips_steps = False
 
     def __init__(self, layout: Layout, position: Position) -> None:
         super().__init__(position)
@@ -61,9 +65,13 @@ class StageRunner(Runner):
         Raises:
             UsageError: The model cannot be cut or split as the layout says, or be recreated from its configuration.
         """
+        place = self.position
+        if place.mesh.pipeline == 1:
+            whole = SplitRunner(self._layout, place).build(model)
+            self.stage = cut(whole, 0, 1)
+            return whole
         with deferred_variables_of():
             whole = super().build(model)
-        place = self.position
         self.stage = cut(whole, place.stage, place.mesh.pipeline, self._layout.stages)
         make_part(self.stage.model, whole)
         if place.mesh.tensor > 1:
@@ -95,7 +103,8 @@ class StageRunner(Runner):
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
         if model.jit_compile:
             raise UsageError(
-                "jit_compile=True does not work with pipeline stages, which send between the passes: leave it out"
+                "jit_compile=True does not work with pipeline stages and micro-batches, whose passes are functions of "
+                "their own: leave it out"
             )
         if self.stage.is_last:
             graph_internals.build_compiled(model, *self._symbolic_batch(data))
@@ -142,6 +151,8 @@ class StageRunner(Runner):
         return last | {"loss": sum(logs["loss"] for logs in stages)}
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
+        if self.stage.count == 1:
+            return super().gather(outputs)
         whole = self.stage.whole
         if not self.stage.is_last:
             for _ in outputs:

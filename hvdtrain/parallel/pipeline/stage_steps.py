@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -80,6 +81,10 @@ class PipelineSteps:
         ranks: Ranks that hold the same stage.
         count: Number of micro-batches of a share.
         measured: Losses and metrics of the last stage.
+
+    Attributes:
+        count: The same.
+        late: Whether all micro-batches are in memory at once; see LastStageMetrics.
     """
 
     def __init__(
@@ -93,7 +98,8 @@ class PipelineSteps:
         self._stage = stage
         self._exchange = exchange
         self._ranks = ranks
-        self._count = count
+        self.count = count
+        self.late = measured.late
         self._names = list(measured.names)
         self._share = tf.Variable(1.0, trainable=False)
         self._schedule = all_forward_then_backward if measured.late else one_forward_one_backward
@@ -119,7 +125,7 @@ class PipelineSteps:
 
     def test(self, share: Share) -> Logs:
         """Update the metrics, which the last stage holds, with `share`."""
-        parts = micro_batches(share, self._count)
+        parts = micro_batches(share, self.count)
         with self._weighing(share):
             found = self._forward(parts, self._passes.test)
             if self._late is not None:
@@ -132,13 +138,35 @@ class PipelineSteps:
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` on the last stage, None on the others."""
-        outputs = self._forward(micro_batches(share, self._count), self._passes.predict)
+        outputs = self._forward(micro_batches(share, self.count), self._passes.predict)
         self._exchange.flush()
         if not self._stage.is_last:
             return None
         flat = [tf.nest.flatten(output) for output in outputs]
         joined = [tf.concat(parts, axis=0) for parts in zip(*flat, strict=True)]
         return tf.nest.pack_sequence_as(outputs[0], joined)
+
+    def trace(self, data: Any) -> Any:
+        """Return the graph of an only stage's passes of one micro-batch and of the update, which do not run.
+
+        Args:
+            data: (x, y, sample_weight) of tf.TensorSpec, with the number of examples of a micro-batch.
+        """
+        assert self._stage.count == 1, self._stage
+        examples = tf.nest.flatten(data)[0].shape[0]
+
+        def step(data: Any) -> None:
+            structure = keras.utils.unpack_x_y_sample_weight(data)
+            part = MicroBatch(structure, examples, 1.0, size="trace")
+            opened = self._train_forward(0, part)
+            if self._late is not None:
+                totals = self._late.reduce_divisors([opened.found])
+                opened = self._with_late_loss(opened, totals, part)
+            gradients, _ = self._train_backward(0, part, opened, np.zeros(0), False)
+            self._passes.apply(gradients, {})
+
+        with in_step(self._step):
+            return tf.function(step, autograph=False).get_concrete_function(data).graph
 
     def finish(self) -> None:
         """Do nothing: no step is in flight after `train` returns."""
@@ -163,7 +191,7 @@ class PipelineSteps:
 
     def _train(self, share: Share) -> Logs:
         stage = self._stage
-        parts = micro_batches(share, self._count)
+        parts = micro_batches(share, self.count)
         last = len(parts) - 1
         waiting: dict[int, _Open] = {}
         totals: Any = None

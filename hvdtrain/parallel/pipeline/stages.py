@@ -58,7 +58,8 @@ class Stage:
 
     Attributes:
         index, count: Index of the stage, from 0, and number of stages.
-        model: Model of the stage's layers. Its inputs are the whole model's inputs that it uses, then `used`.
+        model: Model of the stage's layers. Its inputs are the whole model's inputs that it uses, then `used`. An only
+            stage is the whole model.
         own_inputs: Indices of the whole model's flat inputs that the stage uses.
         received: Tensors that cross the cut before the stage.
         used: Indices in `received` of the tensors that the stage's model takes.
@@ -104,6 +105,8 @@ def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None
     """
     functional = require_graph(model)
     calls = graph_internals.calls_of(functional)
+    if count == 1:
+        return _only_stage(model, functional, calls)
     starts = (
         _balanced_starts(functional, calls, count)
         if begins is None
@@ -180,17 +183,19 @@ def require_graph(model: keras.Model) -> Any:
             else "it is a subclassed model, whose layers are known only to its call method: write it as "
             "keras.Sequential or keras.Model(inputs, outputs)"
         )
-        raise UsageError(f"Pipeline stages: the model {model.name!r} cannot be cut: {what}")
+        raise UsageError(
+            f"Pipeline stages and micro-batches need a model whose graph is known. Model {model.name!r}: {what}"
+        )
     own = overridden(model, *_METHODS)
     if own is not None:
         raise UsageError(
-            f"Pipeline stages: the model {model.name!r} overrides {own}, which needs the whole "
-            "model in one process: leave it out, or train without pipeline stages"
+            f"Pipeline stages and micro-batches: the model {model.name!r} overrides {own}, which needs the whole "
+            "model and a whole share of the batch: leave it out, or train without them"
         )
     for layer in model._flatten_layers():
         if getattr(layer, "hvdtrain_synchronized", False):
             raise UsageError(
-                f"Pipeline stages: layer {layer.name!r} ({type(layer).__name__}) synchronizes over ranks within a "
+                f"Micro-batches: layer {layer.name!r} ({type(layer).__name__}) synchronizes over ranks within a "
                 "step, which micro-batches do not: use BatchNormalization or LayerNormalization"
             )
     return functional
@@ -302,6 +307,22 @@ def _check_trained(calls: Sequence[Call], stage_of: Sequence[int], count: int) -
                 f"Pipeline stages: stage {stage} ({', '.join(call.name for call in own)}) has no weights to train: cut "
                 "the model elsewhere (Layout(stages=...))"
             )
+
+
+def _only_stage(model: keras.Model, functional: Any, calls: Sequence[Call]) -> Stage:
+    return Stage(
+        index=0,
+        count=1,
+        model=model,
+        own_inputs=tuple(range(len(functional.inputs))),
+        received=(),
+        used=(),
+        sent=(),
+        passed=(None,) * len(functional.outputs),
+        others=(),
+        whole=functional,
+        names=(tuple(dict.fromkeys(call.name for call in calls)),),
+    )
 
 
 def _stage(

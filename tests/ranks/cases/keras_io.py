@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,9 @@ SUBMODULES = (
     keras_io_structured,
     keras_io_steps,
 )
-MODELS = [example for room in SUBMODULES for example in room.MODELS]
+MODELS = [example for room in SUBMODULES for example in room.MODELS][
+    :: int(os.environ["KERAS_IO_EVERY"])
+]
 
 
 def case_plain() -> dict[str, Any]:
