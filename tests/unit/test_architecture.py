@@ -47,7 +47,7 @@ ALLOWED = {
     "bench": LAUNCH | TRAIN | {"strategies", "parallel", "report"},
     "doctor": LAUNCH | {"install"},
     "starters": set(),
-    "estimate": TRAIN | {"strategies"},
+    "estimate": TRAIN | {"strategies", "parallel"},
     "report": set(),
     "cli": LAUNCH | {"install", "bench", "doctor", "report", "view", "starters"},
     "start": LAUNCH,

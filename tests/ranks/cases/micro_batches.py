@@ -64,8 +64,10 @@ def case_split_layers() -> dict[str, Any]:
         transformer,
         lambda: optimizers.SGD(0.05, momentum=0.9),
         (X, Y),
+        {"epochs": 1},
         weights_only=True,
         pipeline=1,
+        micro_batches=2,
         tensor=2,
         split={"attention_[01]": "heads", "up_.*": "column", "down_.*": "row"},
     )
