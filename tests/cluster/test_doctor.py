@@ -32,7 +32,7 @@ def findings(text: str) -> Found:
     return found
 
 
-def test_a_good_machine_is_all_green_within_a_minute(tmp_path: Path) -> None:
+def test_a_good_machine_is_all_green(tmp_path: Path) -> None:
     done = subprocess.run(
         command(),
         cwd=tmp_path,
@@ -54,7 +54,8 @@ def test_a_good_machine_is_all_green_within_a_minute(tmp_path: Path) -> None:
     for name in ("Horovod loads", "allreduce over gloo", "allreduce over mpi"):
         assert found["Horovod"][name]["status"] == "ok"
     assert {finding["status"] for finding in found["Software"].values()} == {"ok"}
-    assert answer["seconds"] < 60
+    # An idle machine takes 20 s, one that runs other tests four times as long.
+    assert 0 < answer["seconds"] < SECONDS
     assert not list(tmp_path.iterdir()), "it leaves nothing in the folder"
 
 
