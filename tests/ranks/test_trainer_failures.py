@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from launch import Results, launch, on_ranks
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 180
+"""A job that does not notice takes the 300 s for which a rank stays away."""
 
 
 @pytest.fixture(scope="module")
