@@ -26,33 +26,35 @@ TIERS = ([*UNIT, "-m", "not slow"], [*RANKS, "-m", "not slow"])
 ALL_TIERS = (UNIT, RANKS, CLUSTER)
 NO_TESTS = 5
 """Of pytest: nothing was collected, which is no failure of a tier."""
+LONGEST = 1500
+"""Characters at the end of a failure's report that are shown again after all tiers."""
 
 
-def run(arguments: list[str], report: Path) -> tuple[Counter[str], list[str]]:
-    """Run one tier; return how many tests passed, failed and were skipped, and the names of those that failed."""
+def run(arguments: list[str], report: Path) -> tuple[Counter[str], dict[str, str]]:
+    """Run one tier; return how many tests passed, failed and were skipped, and the name and report of each failure."""
     command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
-    counted, failed = read(report) if report.exists() else (Counter(), [])
+    counted, failed = read(report) if report.exists() else (Counter(), {})
     if status not in (0, NO_TESTS) and not failed:
         # It broke off: a usage error, a crash, Ctrl-C.
         counted["failed"] += 1
-        failed = [f"pytest {' '.join(arguments)}: exit code {status}"]
+        failed = {f"pytest {' '.join(arguments)}": f"exit code {status}"}
     return counted, failed
 
 
-def read(report: Path) -> tuple[Counter[str], list[str]]:
+def read(report: Path) -> tuple[Counter[str], dict[str, str]]:
     """Return the same of pytest's report in JUnit's format."""
     counted: Counter[str] = Counter()
-    failed: dict[str, None] = {}
+    failed: dict[str, str] = {}
     for case in xml.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
+        kinds = {child.tag: child.text or "" for child in case}
+        if text := kinds.get("failure") or kinds.get("error"):
             # Once, also if both the test and what cleans up after it failed.
-            failed[f"{case.get('classname')}::{case.get('name')}"] = None
+            failed.setdefault(f"{case.get('classname')}::{case.get('name')}", text)
         else:
             counted["skipped" if "skipped" in kinds else "passed"] += 1
     counted["failed"] = len(failed)
-    return counted, list(failed)
+    return counted, failed
 
 
 def main(arguments: list[str]) -> int:
@@ -61,15 +63,15 @@ def main(arguments: list[str]) -> int:
         return 2
     start = time.monotonic()
     total: Counter[str] = Counter()
-    failed: list[str] = []
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, tier in enumerate(ALL_TIERS if arguments else TIERS):
-            counted, names = run(tier, Path(folder) / f"{number}.xml")
+            counted, reports = run(tier, Path(folder) / f"{number}.xml")
             total += counted
-            failed += names
+            failed |= reports
     print()
-    for name in failed:
-        print(f"FAILED {name}")
+    for name, text in failed.items():
+        print(f"FAILED {name}: {text[-LONGEST:]}")
     kinds = [f"{total[kind]} {kind}" for kind in ("failed", "passed", "skipped")]
     print(f"{', '.join(kinds)} in {time.monotonic() - start:.0f}s")
     return 1 if failed or not total["passed"] else 0

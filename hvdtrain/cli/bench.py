@@ -286,7 +286,7 @@ def read(
 )  # fmt: skip
 @click.option(
     "--every", type=click.IntRange(1), default=22, show_default=True, metavar="N",
-    help="Steps in a round; an epoch has 22 (digits) or 88 (text).",
+    help="Steps in a round; an epoch has 22 (digits) or 352 (text).",
 )  # fmt: skip
 @click.option(
     "--goal", type=click.FloatRange(0, 1), help="Accuracy to reach.  [default: 0.97 for digits, 0.5 for text]"

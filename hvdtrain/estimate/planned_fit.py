@@ -130,7 +130,7 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
     micro_batches, kept = 1, 1
     if isinstance(loop.steps, PipelineSteps):
         micro_batches = min(loop.steps.count, end - begin)
-        kept = micro_batches if loop.steps.late else 1
+        kept = min(loop.steps.in_memory, micro_batches)
     specs = tf.nest.map_structure(
         lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype),
         symbolic_data(plan.train.element, -(-(end - begin) // micro_batches)),

@@ -51,6 +51,11 @@ class Unframer:
     _framed: bool | None = None  # Of the current line; None at its beginning.
     _held: bytes = b""
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the bytes so far end inside a frame, or in what may be the beginning of one."""
+        return bool(self._framed or self._held)
+
     def feed(self, data: bytes) -> bytes:
         """Return the unpacked content of `data`, the next bytes of the stream."""
         *lines, rest = (self._held + data).split(b"\n")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from launch import Results, on_ranks
-
-EXACT = 1e-5
-"""As in test_pipeline.py."""
+from test_pipeline import EXACT, check_values
 
 
 @pytest.fixture(scope="module")
@@ -17,35 +13,26 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return on_ranks("micro_batches", np=2, env={"FOLDER": str(folder)})
 
 
-def check(ranks: list[dict[str, Any]]) -> None:
-    measured = ("weights", "history", "evaluation", "predictions", "steps")
-    far = {k: one[k] for one in ranks for k in measured if k in one and not one[k] <= EXACT}
-    assert not far
-    told = ("histories", "evaluated", "predicted")
-    assert all("weights" in one for one in ranks)
-    assert all(one.get(k) == ranks[0].get(k) for one in ranks for k in told)
-
-
 def test_weights_of_examples_penalties_and_one_norm(two: Results) -> None:
     ranks = two.of("case_adam")
-    check(ranks)
+    check_values(ranks)
     assert all(one["held"] == one["whole"] for one in ranks)
 
 
 @pytest.mark.slow
 def test_a_mean_over_the_words_of_all_micro_batches(two: Results) -> None:
-    check(two.of("case_padding"))
+    check_values(two.of("case_padding"))
 
 
 @pytest.mark.slow
 def test_a_sharded_optimizer(two: Results) -> None:
-    check(two.of("case_sharded_optimizer"))
+    check_values(two.of("case_sharded_optimizer"))
 
 
 @pytest.mark.slow
 def test_split_layers() -> None:
     env = {"TEST_MESHES": "2,2,1", "FOLDER": ""}
-    check(on_ranks("micro_batches", np=4, env=env).of("case_split_layers"))
+    check_values(on_ranks("micro_batches", np=4, env=env).of("case_split_layers"))
 
 
 def test_an_optimizer_that_is_distributed_already(two: Results) -> None:

@@ -31,14 +31,19 @@ def two() -> Results:
     return on_ranks("pipeline", np=2, controller="gloo", env=meshes)
 
 
-def check(ranks: list[Any], parts: int = 2) -> None:
-    """All are as one process, and were told the same; each holds its part of the weights."""
+def check_values(ranks: list[Any]) -> None:
+    """All are as one process, and were told the same."""
     measured = ("weights", "history", "evaluation", "predictions", "steps")
     far = {k: one[k] for one in ranks for k in measured if k in one and not one[k] <= EXACT}
     assert not far
     assert all("weights" in one for one in ranks)
     told = ("histories", "evaluated", "predicted")
     assert all(one.get(k) == ranks[0].get(k) for one in ranks for k in told)
+
+
+def check(ranks: list[Any], parts: int = 2) -> None:
+    """All are as one process, and each holds its part of the weights."""
+    check_values(ranks)
     assert all(one["held"] < ranks[0]["whole"] for one in ranks)
     assert sum(one["held"] for one in ranks[:parts]) >= ranks[0]["whole"]
 

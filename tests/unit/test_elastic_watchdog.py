@@ -10,7 +10,7 @@ from seen_ranks import LIMITS, rank
 
 from hvdtrain.launch.running.rank_monitor import RankStatus
 from hvdtrain.launch.running.run_status import RunStatus
-from hvdtrain.launch.running.watchdog import Watchdog
+from hvdtrain.launch.running.watchdog import Limits, Watchdog, verdict
 
 ELASTIC = replace(LIMITS, elastic=True, apart=LIMITS.hang)
 
@@ -118,6 +118,15 @@ def test_whom_an_elastic_job_waits_for(
     dog.hear([replace(ranks[-1], pid=999, state="running", idle=0.0)])
     now += 200
     assert not dog.verdict(), "and for it from when it came"
+
+
+def test_with_a_short_hang_timeout_the_late_rank_is_replaced_and_the_job_goes_on() -> None:
+    """It used the processor a moment ago, for instance to report."""
+    limits = Limits(still=6, waiting=6, busy=300, hang=6, apart=6, elastic=True)
+    waits = placed(0, phase="init", waiting=True, idle=6, quiet=6)
+    found = verdict([waits, placed(1, idle=6, quiet=1)], limits)
+    assert [one.pid for one in found.culprits] == [101]
+    assert not verdict([waits, placed(1, idle=5, quiet=1)], limits)
 
 
 def test_a_rank_that_hangs_when_all_others_have_finished_is_not_replaced() -> None:

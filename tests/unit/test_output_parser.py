@@ -53,11 +53,16 @@ def chunks(data: bytes, cuts: Iterable[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
-def by_rank(data: bytes, cuts: Iterable[int]) -> dict[int | None, bytes]:
-    """What the reader attributes to each rank when `data` arrives in pieces cut at `cuts`."""
+def by_rank(data: bytes, cuts: Iterable[int], is_slow: bool = False) -> dict[int | None, bytes]:
+    """What the reader attributes to each rank when `data` arrives in pieces cut at `cuts`.
+
+    `is_slow`: nothing comes for a moment after each of them.
+    """
     reader = TagReader("stdout")
     found: dict[int | None, bytes] = {}
-    pieces = [piece for chunk in chunks(data, cuts) for piece in reader.feed(chunk)]
+    pieces = []
+    for chunk in chunks(data, cuts):
+        pieces += [*reader.feed(chunk), *(reader.pause() if is_slow else ())]
     for piece in [*pieces, *reader.finish()]:
         found[piece.rank] = found.get(piece.rank, b"") + piece.data
     return found
@@ -80,12 +85,12 @@ def together(written: Iterable[tuple[int, bytes]]) -> dict[int | None, bytes]:
     return expected
 
 
-@given(WRITTEN, CUTS)
+@given(WRITTEN, CUTS, st.booleans())
 def test_marked_output_comes_back_byte_for_byte(
-    written: list[tuple[int, bytes]], cuts: list[int]
+    written: list[tuple[int, bytes]], cuts: list[int], is_slow: bool
 ) -> None:
     data = b"".join(marked(text, rank, 1) for rank, text in written)
-    assert by_rank(data, cuts) == together(written)
+    assert by_rank(data, cuts, is_slow) == together(written)
 
 
 @given(WRITTEN)
@@ -109,10 +114,12 @@ def test_over_mpi_too_but_for_tags_inside_lines(
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 11), HOSTILE.map(lambda text: text * 40)), max_size=9), CUTS
+    st.lists(st.tuples(st.integers(0, 11), HOSTILE.map(lambda text: text * 40)), max_size=9),
+    CUTS,
+    st.booleans(),
 )
 def test_frames_come_back_from_mpirun_byte_for_byte(
-    written: list[tuple[int, bytes]], cuts: list[int]
+    written: list[tuple[int, bytes]], cuts: list[int], is_slow: bool
 ) -> None:
     """mpirun reads any part of what there is, and has room for twice of what it reads."""
     streams: dict[int, bytes] = {}
@@ -129,7 +136,7 @@ def test_frames_come_back_from_mpirun_byte_for_byte(
             if not (rest := streams.pop(rank)[size:]):
                 continue
             streams[rank] = rest
-    assert by_rank(mpirun(pieces), cuts) == together(written)
+    assert by_rank(mpirun(pieces), cuts, is_slow) == together(written)
 
 
 def test_the_beginning_of_a_frame_at_the_very_end_is_text() -> None:

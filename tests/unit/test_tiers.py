@@ -16,8 +16,8 @@ def broken_end():
     assert False
 
 def test_good(): pass
-def test_bad(): assert False
-def test_bad_twice(broken_end): assert False
+def test_bad(): raise ValueError("x" * 9999)
+def test_bad_twice(broken_end): raise ValueError("its reason")
 def test_bad_end(broken_end): pass
 def test_skipped(): pytest.skip("not here")
 """
@@ -32,10 +32,16 @@ def test_every_test_counts_once(
     monkeypatch.setattr(tiers, "ROOT", tmp_path)
     monkeypatch.setattr(tiers, "TIERS", parts)
     assert tiers.main([]) == 1
-    *_, bad, twice, end, option, last = capfd.readouterr().out.splitlines()
-    assert [bad, twice, end] == [
-        f"FAILED test_some::test_{n}" for n in ("bad", "bad_twice", "bad_end")
-    ]
+    *shown, option, last = capfd.readouterr().out.splitlines()
+    said = "\n".join(shown)
+    for name, reason in {
+        "bad": "x" * 1000,
+        "bad_twice": "ValueError: its reason",
+        "bad_end": "assert False",
+    }.items():
+        text = said.partition(f"\nFAILED test_some::test_{name}: ")[2]
+        assert reason in text.partition("\nFAILED ")[0]
+        assert len(text.partition("\nFAILED ")[0]) <= tiers.LONGEST
     assert option == "FAILED pytest --no-such-option: exit code 4"
     assert last.startswith("4 failed, 1 passed, 1 skipped in ")
 

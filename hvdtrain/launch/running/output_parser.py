@@ -93,15 +93,22 @@ class TagReader:
         yield from self._joined(data[:cut])
 
     def pause(self) -> Iterator[Piece]:
-        """Release bytes that looked like the beginning of a tag but were not."""
-        held, self._held = self._held, b""
-        yield from self._joined(held)
+        """Release bytes that looked like the beginning of a tag but were not, such as the end of a prompt.
+
+        Where more is certain to come, the launcher is only slow: a line begins with a tag, and a frame has an end.
+        """
+        if not (self._begins or self._frames[self._source].is_inside):
+            yield from self._release()
 
     def finish(self) -> Iterator[Piece]:
-        yield from self.pause()
+        yield from self._release()
         for (rank, stream), frames in self._frames.items():
             if rest := frames.finish():
                 yield Piece(rank, stream, rest)
+
+    def _release(self) -> Iterator[Piece]:
+        held, self._held = self._held, b""
+        yield from self._joined(held)
 
     def _joined(self, data: bytes) -> Iterator[Piece]:
         """Yield the pieces of `data`, joining consecutive pieces of the same source."""

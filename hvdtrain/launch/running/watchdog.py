@@ -344,8 +344,12 @@ def _awaited(
     late = [one for one in there if not (one.heartbeat and one.heartbeat.waiting)]
     late = [one for one in late if not one.has_ended]
     # Ranks that compute may be busy for long, for example with imports or reading data.
-    idle = all(one.quiet >= limits.waiting + patience for one in late)
-    limit = (limits.waiting if idle else limits.busy) + patience
+    stuck = all(
+        one.quiet >= limits.waiting + patience
+        or (one.phase in WITH_BEATS and one.idle >= limits.hang + patience)
+        for one in late
+    )
+    limit = (limits.waiting if stuck else limits.busy) + patience
     waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
     waiting = [one for one in waiting if one.idle >= limit]
     if late and any(_meeting(one) == INIT for one in waiting):

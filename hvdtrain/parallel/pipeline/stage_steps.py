@@ -84,7 +84,6 @@ class PipelineSteps:
 
     Attributes:
         count: The same.
-        late: Whether all micro-batches are in memory at once; see LastStageMetrics.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class PipelineSteps:
         self._exchange = exchange
         self._ranks = ranks
         self.count = count
-        self.late = measured.late
         self._names = list(measured.names)
         self._share = tf.Variable(1.0, trainable=False)
         self._schedule = all_forward_then_backward if measured.late else one_forward_one_backward
@@ -145,6 +143,11 @@ class PipelineSteps:
         flat = [tf.nest.flatten(output) for output in outputs]
         joined = [tf.concat(parts, axis=0) for parts in zip(*flat, strict=True)]
         return tf.nest.pack_sequence_as(outputs[0], joined)
+
+    @property
+    def in_memory(self) -> int:
+        """Number of micro-batches of an only stage whose activations are in memory at once, at most."""
+        return 1 if self._late is None else self.count
 
     def trace(self, data: Any) -> Any:
         """Return the graph of an only stage's passes of one micro-batch and of the update, which do not run.

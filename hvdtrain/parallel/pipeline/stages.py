@@ -106,7 +106,7 @@ def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None
     functional = require_graph(model)
     calls = graph_internals.calls_of(functional)
     if count == 1:
-        return _only_stage(model, functional, calls)
+        return _stage(model, functional, calls, [0] * len(calls), index, count)
     starts = (
         _balanced_starts(functional, calls, count)
         if begins is None
@@ -309,22 +309,6 @@ def _check_trained(calls: Sequence[Call], stage_of: Sequence[int], count: int) -
             )
 
 
-def _only_stage(model: keras.Model, functional: Any, calls: Sequence[Call]) -> Stage:
-    return Stage(
-        index=0,
-        count=1,
-        model=model,
-        own_inputs=tuple(range(len(functional.inputs))),
-        received=(),
-        used=(),
-        sent=(),
-        passed=(None,) * len(functional.outputs),
-        others=(),
-        whole=functional,
-        names=(tuple(dict.fromkeys(call.name for call in calls)),),
-    )
-
-
 def _stage(
     whole: keras.Model,
     functional: Any,
@@ -349,10 +333,12 @@ def _stage(
     elsewhere = [
         v for call, of in zip(calls, stage_of, strict=True) if of != index for v in call.variables
     ]
-    model = graph_internals.part_of(whole, inputs, made, f"{functional.name}_stage_{index}")
-    if is_last:
-        # Keras names the metrics of several outputs after them.
-        model.output_names = list(functional.output_names)
+    model = whole
+    if count > 1:
+        model = graph_internals.part_of(whole, inputs, made, f"{functional.name}_stage_{index}")
+        if is_last:
+            # Keras names the metrics of several outputs after them.
+            model.output_names = list(functional.output_names)
     return Stage(
         index=index,
         count=count,
