@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from hvdtrain.errors import EngineError
+from hvdtrain.host_limits import memory_limit
 from hvdtrain.rank_variables import is_rank_variable
 
 TOO_LOW = 1.1
@@ -41,7 +42,7 @@ def estimate(
     """
     per_host = min(np, ranks_per_host or np)
     found = _run(np, per_host, script, arguments)
-    found["host"] = {"memory": _host_memory(), "ranks": per_host}
+    found["host"] = {"memory": memory_limit(), "ranks": per_host}
     if as_json:
         click.echo(json.dumps(found))
         return
@@ -96,8 +97,3 @@ def _lines(found: Mapping[str, Any], np: int, per_host: int) -> Iterator[str]:
         yield f"and {found['unknown_messages']} messages whose size depends on the data"
     if np > 1 and not found["messages"]:
         yield "Nothing is sent in a step"
-
-
-def _host_memory() -> int:
-    """Return the size of main memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

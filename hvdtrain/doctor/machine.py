@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdtrain.doctor.checks import Check, Options, Result, fail, names_in, ok, warn
 from hvdtrain.environment import LOG_DIR
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.devices import cgroup_quota
+from hvdtrain.host_limits import cpu_quota
 from hvdtrain.launch.installed_horovod import find_mpirun, installed_controllers
 from hvdtrain.worker.rank_environment import available_cores
 from hvdtrain.worker.secret_files import deliver, withdraw
@@ -50,11 +50,7 @@ def checks(options: Options) -> list[Check]:
         "shared memory": lambda: [check_shared_memory(_SHM, os.statvfs)],
         "folders": lambda: check_folders(environ),
         "limits": lambda: check_limits(resource.getrlimit, _INFINIBAND),
-        "threads": lambda: check_threads(
-            environ,
-            available_cores(),
-            cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")),
-        ),
+        "threads": lambda: check_threads(environ, available_cores(), cpu_quota()),
         OWN_NAME: look_at_name,
     }
     return [Check(GROUP, name, look, options.quick) for name, look in looks.items()]

@@ -14,8 +14,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.common import process_sets
 
-COLLECTIVE = "planned_collective"
-"""Name of the operations that represent collectives; they have their own output memory, as Horovod's do."""
+from hvdtrain.parallel.step_memory import COLLECTIVE
 
 
 @dataclass(frozen=True)

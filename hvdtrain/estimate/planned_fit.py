@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from hvdtrain.strategies.runner import Runner
     from hvdtrain.trainer.loop import FitPlan, Loop
 
-DEFAULT_FUSION = 128 * 2**20
-"""Default size of Horovod's fusion buffer in bytes."""
-SHARES_AHEAD = 2
-"""Number of shares of the data that are prefetched, in addition to the one in use."""
-
 BYTES_PER_OPERATION = 16_000
 """Memory of an operation in the step's graph, in Python, in TensorFlow and in its executor."""
 
@@ -113,9 +108,11 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
     import tensorflow as tf
 
     from hvdtrain.data import split
-    from hvdtrain.estimate.step_memory import count_operations, peak_bytes
     from hvdtrain.keras_internals.models import optimizers_of
+    from hvdtrain.keras_internals.variables import bytes_of
+    from hvdtrain.parallel.pipeline.fitting_count import SHARES
     from hvdtrain.parallel.pipeline.stage_steps import PipelineSteps
+    from hvdtrain.parallel.step_memory import count_operations, peak_bytes, step_bytes
     from hvdtrain.strategies.rank_steps import RankSteps
     from hvdtrain.trainer.setup import symbolic_data
 
@@ -138,12 +135,12 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
     engine.messages.clear()
     graph = loop.steps.trace(specs)
     model = loop.model
-    weights = _bytes(model.variables)
+    weights = bytes_of(model.variables)
     state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
     batch = sum(
         (leaf.shape.num_elements() or 0) * leaf.dtype.size for leaf in tf.nest.flatten(specs)
     )
-    gradients = _bytes(model.trainable_variables)
+    gradients = bytes_of(model.trainable_variables)
     peak = peak_bytes(graph)
     operations = count_operations(graph)
     sent: Counter[str] = Counter()
@@ -153,31 +150,24 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
         "examples": end - begin,
         "memory": {
             "weights": weights,
-            "optimizer state": _bytes(state),
-            # The sum of those before is in memory, too.
-            "gradients": min(gradients, peak) + (gradients if micro_batches > 1 else 0),
-            "activations": max(0, peak - gradients) * kept,
+            "optimizer state": bytes_of(state),
+            **step_bytes(peak, gradients, micro_batches, kept),
             "fusion buffer": _fusion([m.bytes or 0 for m in engine.messages]),
             "graph": operations * BYTES_PER_OPERATION,
-            "input": batch * micro_batches * (1 + SHARES_AHEAD),
+            "input": batch * micro_batches * SHARES,
         },
-        "resident": max(0, psutil.Process().memory_info().rss - weights - _bytes(state)),
+        "resident": max(0, psutil.Process().memory_info().rss - weights - bytes_of(state)),
         "sent": dict(sent),
         "messages": len(engine.messages),
         "unknown_messages": sum(message.bytes is None for message in engine.messages),
     }
 
 
-def _bytes(variables: Any) -> int:
-    from hvdtrain.keras_internals.variables import tf_variable
-
-    once = {id(v): v for v in map(tf_variable, variables)}
-    return sum((v.shape.num_elements() or 0) * v.dtype.size for v in once.values())
-
-
 def _fusion(sizes: list[int]) -> int:
     """Return the largest use of Horovod's fusion buffer in bytes: all small tensors of a step are ready at once."""
-    limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", DEFAULT_FUSION))
+    from hvdtrain.parallel.pipeline.fitting_count import FUSION
+
+    limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", FUSION))
     fused = [size for size in sizes if size < limit]
     return min(limit, sum(fused)) if len(fused) > 1 else 0
 

@@ -49,6 +49,12 @@ def without(variables: Iterable[Any], left_out: Iterable[Any]) -> list[Any]:
     return [v for v in unique(variables) if id(tf_variable(v)) not in known]
 
 
+def bytes_of(variables: Iterable[Any]) -> int:
+    """Return the memory of Keras's or TensorFlow's variables in bytes; a variable counts once."""
+    once = {id(v): v for v in map(tf_variable, variables)}
+    return sum((v.shape.num_elements() or 0) * v.dtype.size for v in once.values())
+
+
 def seed_variables(model: keras.Model) -> list[Any]:
     """Return the states of the model's random seed generators (dropout and the like)."""
     return [v for v in model.variables if "seed_generator_state" in variable_name(v)]

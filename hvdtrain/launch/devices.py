@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 
+from hvdtrain.host_limits import cpu_quota
 from hvdtrain.launch.running.timed_command import ask
 
 _CPUS = Path("/sys/devices/system/cpu")
@@ -66,7 +67,7 @@ def _count_gpus(environ: Mapping[str, str], root: Path) -> int:
 def usable_cores() -> int:
     """Return the number of physical cores in this process's affinity mask, limited by its cgroup CPU quota."""
     cores = physical_cores(os.sched_getaffinity(0), _CPUS)
-    quota = cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    quota = cpu_quota()
     return cores if quota is None else max(1, min(cores, round(quota)))
 
 
@@ -85,48 +86,3 @@ def physical_cores(cpus: Iterable[int], root: Path) -> int:
             return str(cpu)
 
     return len({core_of(cpu) for cpu in cpus})
-
-
-def cgroup_quota(root: Path, own: Path) -> float | None:
-    """Return the CPU quota of this process in cores: the lowest in its cgroup and the ancestors of it, or None.
-
-    Args:
-        root: Path of /sys/fs/cgroup.
-        own: Path of /proc/self/cgroup.
-    """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return None
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, read = root, _read_v2
-        elif "cpu" in controllers.split(","):
-            base, read = root / "cpu", _read_v1
-        else:
-            continue
-        # In a container, the path may be the host's while the mounted files are those of the container's root.
-        folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if place.is_relative_to(base) and (quota := read(place)) is not None:
-                found.append(quota)
-    return min(found, default=None)
-
-
-def _read_v2(folder: Path) -> float | None:
-    try:
-        granted, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if granted == "max" else int(granted) / int(period)
-
-
-def _read_v1(folder: Path) -> float | None:
-    try:
-        granted = int((folder / "cpu.cfs_quota_us").read_text())
-        period = int((folder / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if granted < 0 else granted / period

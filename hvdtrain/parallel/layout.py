@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.errors import UsageError, require_integer
 
 WAYS = ("column", "row", "heads", "vocabulary")
 """Ways to split a layer's weights; see hvdtrain.parallel.tensor."""
+AUTO = "auto"
+"""As a number of micro-batches: as few as fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class Layout:
             mesh.pipeline > 1. None: stages of about equal cost.
         micro_batches: Number of parts into which a rank's share of the batch is cut. They are computed one after
             another and make one step, so that only the activations of as many as there are stages are in memory at
-            once; of all of them if the loss is divided by a mask or by sample weights.
+            once; of all of them if the loss is divided by a mask or by sample weights. "auto", without pipeline stages:
+            as few as fit into the memory of the ranks, by an estimate before the first step.
 
     Raises:
         UsageError: An attribute has the wrong type or value, or does not fit the mesh.
@@ -36,7 +40,7 @@ class Layout:
     mesh: Mesh
     split: Mapping[str, str] = field(default_factory=dict)
     stages: Sequence[str] | None = None
-    micro_batches: int = 1
+    micro_batches: int | Literal["auto"] = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -67,7 +71,13 @@ class Layout:
             )
 
     def _check_stages(self) -> None:
-        require_integer("Layout: micro_batches", self.micro_batches)
+        if self.micro_batches != AUTO:
+            require_integer("Layout: micro_batches", self.micro_batches)
+        elif self.mesh.pipeline > 1:
+            raise UsageError(
+                f'Layout: micro_batches="auto" does not work with pipeline={self.mesh.pipeline}, whose stages differ: '
+                "pass a number, such as 4 times that of the stages"
+            )
         if isinstance(self.stages, str):
             raise UsageError(f"Layout: stages={self.stages!r}: pass a list, [{self.stages!r}]")
         if self.stages is not None and len(self.stages) != self.mesh.pipeline - 1:

@@ -77,7 +77,7 @@ def _parts(
 
         plan = as_layout(layout)
         divided |= plan.mesh.tensor * plan.mesh.pipeline > 1
-        in_micro_batches = plan.mesh.pipeline > 1 or plan.micro_batches > 1
+        in_micro_batches = plan.mesh.pipeline > 1 or plan.micro_batches != 1
         runner = _load(RUNNERS["pipeline" if in_micro_batches else "tensor"])
         parts |= {"mesh": plan.mesh, "runner": partial(runner, plan)}
     if divided:

@@ -11,6 +11,7 @@ def results() -> Results:
     return on_ranks("horovod_keras", env={"SLEEP_SECONDS": "0.5"})
 
 
+@pytest.mark.slow
 def test_learning_rates_of_20_epochs(results: Results) -> None:
     root, other = results.of("case_learning_rates_of_20_epochs")
     assert root == other

@@ -13,6 +13,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return on_ranks("micro_batches", np=2, env={"FOLDER": str(folder)})
 
 
+@pytest.mark.slow
 def test_weights_of_examples_penalties_and_one_norm(two: Results) -> None:
     ranks = two.of("case_adam")
     check_values(ranks)
@@ -33,6 +34,13 @@ def test_a_sharded_optimizer(two: Results) -> None:
 def test_split_layers() -> None:
     env = {"TEST_MESHES": "2,2,1", "FOLDER": ""}
     check_values(on_ranks("micro_batches", np=4, env=env).of("case_split_layers"))
+
+
+def test_the_rank_with_least_memory_decides_on_their_number(two: Results) -> None:
+    first, second = two.of("case_auto")
+    assert first.pop("said") == ['micro_batches="auto": shares are computed in 4 micro-batches']
+    assert second.pop("said") == []
+    check_values([first, second])
 
 
 def test_an_optimizer_that_is_distributed_already(two: Results) -> None:

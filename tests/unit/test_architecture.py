@@ -18,6 +18,7 @@ LAUNCH = {"launch"}
 GROUND = {
     "environment",
     "errors",
+    "host_limits",
     "messages",
     "profiled_steps",
     "replaced_files",

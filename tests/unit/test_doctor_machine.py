@@ -28,7 +28,7 @@ from hvdtrain.doctor.machine import (
 )
 from hvdtrain.doctor.services import check_containers, check_slurm
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.devices import cgroup_quota, physical_cores
+from hvdtrain.launch.devices import physical_cores
 from hvdtrain.launch.running import timed_command
 
 
@@ -192,27 +192,6 @@ def test_threads(
     findings = check_threads(environ, 8, quota)
     assert statuses(findings) == expected
     assert fix in "".join(finding.fix for finding in findings)
-
-
-def test_quota_is_the_least_on_the_way_to_the_root(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("0::/outer/inner\n")
-    (tmp_path / "outer/inner").mkdir(parents=True)
-    (tmp_path / "outer/inner/cpu.max").write_text("max 100000\n")
-    assert cgroup_quota(tmp_path, own) is None
-    (tmp_path / "outer/cpu.max").write_text("150000 100000\n")
-    (tmp_path / "cpu.max").write_text("400000 100000\n")
-    assert cgroup_quota(tmp_path, own) == 1.5
-
-
-def test_quota_of_old_control_groups(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("5:memory:/x\n4:cpu,cpuacct:/job\n")
-    (tmp_path / "cpu/job").mkdir(parents=True)
-    (tmp_path / "cpu/job/cpu.cfs_quota_us").write_text("200000")
-    (tmp_path / "cpu/job/cpu.cfs_period_us").write_text("100000")
-    assert cgroup_quota(tmp_path, own) == 2.0
-    assert cgroup_quota(tmp_path, tmp_path / "none") is None
 
 
 # Slurm

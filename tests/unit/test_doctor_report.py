@@ -331,6 +331,7 @@ def test_no_check_starts_once_nobody_listens() -> None:
     assert started == []
 
 
+@pytest.mark.slow
 def test_colours_on_a_terminal_unless_no_color_is_set(
     findings: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:

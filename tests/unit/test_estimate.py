@@ -14,7 +14,7 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from hvdtrain.cli import estimate as command
-from hvdtrain.estimate.step_memory import count_operations, peak_bytes
+from hvdtrain.parallel.step_memory import count_operations, peak_bytes
 
 ROWS = tf.TensorSpec([1000, 1000], tf.float32)
 SIZE = 4_000_000
@@ -135,7 +135,7 @@ def test_what_is_printed(
     memory: float, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "_run", lambda *args: dict(REPORT))
-    monkeypatch.setattr(command, "_host_memory", lambda: round(memory))
+    monkeypatch.setattr(command, "memory_limit", lambda: round(memory))
     (tmp_path / "train.py").touch()
     shown = CliRunner().invoke(
         command.estimate, ["-np", "8", "--ranks-per-host", "4", str(tmp_path / "train.py")]

@@ -29,6 +29,7 @@ from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_loss
 from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
 from hvdtrain.keras_internals.models import compile_like, metric_names
 from hvdtrain.parallel.layout import Layout
+from hvdtrain.parallel.pipeline.fitting_count import agree_on_count
 from hvdtrain.parallel.pipeline.normalized_losses import are_late
 from hvdtrain.parallel.pipeline.stage_messages import Exchange
 from hvdtrain.parallel.pipeline.stage_steps import LastStageMetrics, PipelineSteps
@@ -130,13 +131,17 @@ class StageRunner(Runner):
         ranks = [place.rank_of_stage(stage) for stage in range(place.mesh.pipeline)]
         neighbours = [ranks[s] for s in (place.stage - 1, place.stage + 1) if 0 <= s < len(ranks)]
         pairs = {rank: place.pair_set(rank) for rank in neighbours}
-        return PipelineSteps(
+        wanted = self._layout.micro_batches
+        made = PipelineSteps(
             self.stage,
             Exchange(self.stage, ranks, make_transport(pairs)),
             place.data_set,
-            self._layout.micro_batches,
+            wanted if isinstance(wanted, int) else 1,
             measured,
         )
+        if not isinstance(wanted, int) and data is not None:
+            made.count = agree_on_count(made, model, data, place.everyone)
+        return made
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         assert isinstance(step_logs, StepLogs)
@@ -187,7 +192,7 @@ class StageRunner(Runner):
     def _agree_on_measured(self, model: keras.Model, data: Any) -> LastStageMetrics:
         """Return what only the last stage knows about the losses and metrics. A collective of all ranks."""
         mine: dict[str, Any] = {"names": metric_names(model)}
-        divided = self.position.mesh.data * self._layout.micro_batches > 1
+        divided = self.position.mesh.data > 1 or self._layout.micro_batches != 1
         if self.stage.is_last:
             mine["own losses"] = own_losses(model)
             mine["complaint"] = needs_whole_batch(model) if divided else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from hvdtrain import Layout, Mesh, Trainer
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import DistributedOptimizer
+from hvdtrain.parallel.pipeline import fitting_count
+
+ROOM = 45_000
+"""Bytes. A step of a whole share takes more, one of a quarter of it less."""
 
 
 def case_adam() -> dict[str, Any]:
@@ -71,6 +76,30 @@ def case_split_layers() -> dict[str, Any]:
         tensor=2,
         split={"attention_[01]": "heads", "up_.*": "column", "down_.*": "row"},
     )
+
+
+def case_auto() -> dict[str, Any]:
+    """The second rank has less room than the first: both take the number that it needs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    room = fitting_count.room_for_step
+    fitting_count.room_for_step = lambda model: (2**40, ROOM)[ALL_RANKS.rank()]
+    logging.getLogger("hvdtrain").addHandler(handler)
+    try:
+        found = apart(
+            transformer,
+            lambda: optimizers.SGD(0.05, momentum=0.9),
+            (X, Y),
+            {"epochs": 2},
+            weights_only=True,
+            pipeline=1,
+            micro_batches="auto",
+        )
+    finally:
+        fitting_count.room_for_step = room
+        logging.getLogger("hvdtrain").removeHandler(handler)
+    return found | {"said": [text for text in said if "auto" in text]}
 
 
 def case_distributed_optimizer() -> float:

@@ -111,7 +111,7 @@ def trainer_of(
     tensor: int = 1,
     split: Any = None,
     stages: Sequence[str] | None = None,
-    micro_batches: int = 4,
+    micro_batches: Any = 4,
     **options: Any,
 ) -> Trainer:
     mesh = Mesh(pipeline=pipeline, tensor=tensor)

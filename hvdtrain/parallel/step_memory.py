@@ -15,8 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.estimate.planned_engine import COLLECTIVE
-
+COLLECTIVE = "planned_collective"
+"""Name of the operations that represent collectives in `hvdtrain estimate`; they have their own output memory, as
+Horovod's do."""
 VIEWS = {
     *("Identity", "IdentityN", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "Bitcast", "EnsureShape"),
     *("PreventGradient", "ReadVariableOp", "CheckNumerics", "Snapshot", "NoOp", "Placeholder", "VarHandleOp"),
@@ -60,6 +61,22 @@ def count_operations(graph: Any) -> int:
         1 + sum(count_operations(inner) for inner in _functions(op))
         for op in graph.get_operations()
     )
+
+
+def step_bytes(peak: int, gradients: int, micro_batches: int, in_memory: int) -> dict[str, int]:
+    """Return the memory of a step by what takes it, in bytes.
+
+    Args:
+        peak: Peak memory of the graph of one micro-batch.
+        gradients: Size of the gradients.
+        micro_batches: Number of micro-batches of a share.
+        in_memory: Number of micro-batches whose activations are in memory at once.
+    """
+    return {
+        # The sum of those before is in memory, too.
+        "gradients": min(gradients, peak) + (gradients if micro_batches > 1 else 0),
+        "activations": max(0, peak - gradients) * in_memory,
+    }
 
 
 class _Walk:
