@@ -90,7 +90,9 @@ def engine_environment(environ: Mapping[str, str], kernel: str) -> dict[str, str
     # computation (measured: a small network trained 1.25 times faster with this on two cores).
     wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     over_gloo = environ.get(CONTROLLER) == "gloo"
-    if kernel_knows_slices(kernel) and is_one_host(environ) and not over_gloo:
+    # Autotuning leaves what is set as it is.
+    tuned = environ.get("HOROVOD_AUTOTUNE") == "1"
+    if kernel_knows_slices(kernel) and is_one_host(environ) and not (over_gloo or tuned):
         # Horovod checks every millisecond which tensors are ready. Checking more often costs nothing where
         # its thread is scheduled at once (see schedule_promptly): 1.05 times faster on the same network.
         # Over Gloo it took 1.3 times as long: Gloo's thread polls for what another rank sends before

@@ -35,6 +35,7 @@ from hvdtrain.cli.launch_options import (
 )
 from hvdtrain.environment import HANG_SECONDS, RESUME
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.autotuning import with_tuning
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.launch_command import LaunchCommand, check_started_once, this_site
 from hvdtrain.launch.launchers import find_launcher
@@ -209,7 +210,8 @@ def run(
     by_srun = values["launcher"] == "srun"
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
-    plan = plan_of(values, site, partial(click.echo, err=True), set_indirectly(ctx))
+    say = partial(click.echo, err=True)
+    plan = with_tuning(plan_of(values, site, say, set_indirectly(ctx)), say)
     if hang_timeout:
         patience = replace(patience, limits=limits_of(hang_timeout, plan))
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)

@@ -123,7 +123,9 @@ class LaunchPlan:
     torus_allreduce: bool | None = option(
         "tuning", "Like --hierarchical-allreduce, but with NCCL across hosts as well.", needs=("several hosts",))
 
-    autotune: bool | None = option("autotune", "Let Horovod tune the options above that are not given.")
+    autotune: bool | None = option(
+        "autotune", ("Let Horovod tune the options above that are not given. Later runs of the same script start with "
+                     "what was found."))
     autotune_log_file: Path | None = option(
         "autotune", "CSV file of the values tried and their scores; the last line is the best.", metavar="FILE",
         needs=("autotune",))

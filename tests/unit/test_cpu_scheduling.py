@@ -60,6 +60,8 @@ def test_short_cycles_only_where_they_pay() -> None:
     over_gloo = ONE_HOST | {"HOROVOD_CONTROLLER": "gloo"}
     assert "HOROVOD_CYCLE_TIME" not in engine_environment(over_gloo, "6.12.0")
     chosen = ONE_HOST | {"HOROVOD_CYCLE_TIME": "5"}
+    tuned = {**ONE_HOST, "HOROVOD_AUTOTUNE": "1"}
+    assert "HOROVOD_CYCLE_TIME" not in engine_environment(tuned, "6.12.0")
     assert "HOROVOD_CYCLE_TIME" not in engine_environment(chosen, "6.12.0")
 
 
