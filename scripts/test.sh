@@ -25,7 +25,7 @@ unset PYTHONDONTWRITEBYTECODE
 export PATH=$venv/bin:$PATH
 ruff check .
 ruff format --check .
-mypy --num-workers auto hvdtrain
+mypy hvdtrain
 case "$*" in
     '' | --all) exec python tests/tiers.py "$@" ;;
     *) exec python -m pytest "$@" ;;
