@@ -39,6 +39,9 @@ from hvdtrain.worker.stuck_rank import end_when_stuck
 GONE = "Horovod has not been initialized"
 """Horovod's message before it has started, and after it has shut down because another rank ended."""
 
+NO_NCCL = "ncclCommInitRank failed"
+"""Part of Horovod's message when NCCL cannot create a communicator."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -221,6 +224,12 @@ def engine_errors(rank: Rank) -> Iterator[None]:
         if of_horovod not in message:
             raise
         reason = message.strip().splitlines()[0]
+        if NO_NCCL in message:
+            raise EngineError(
+                f"Rank {rank.rank}: NCCL could not connect the GPUs of the ranks. It refuses two ranks on one GPU: "
+                "start at most one rank per GPU, or use a Horovod without NCCL (hvdtrain install-horovod --force). "
+                f"Otherwise NCCL_DEBUG=WARN shows the reason. Horovod says: {reason}"
+            ) from error
         raise EngineError(
             f"Rank {rank.rank}: Horovod stopped in the middle of a collective. Another rank failed or ended, or "
             "the ranks waited too long for one of them (then rank 0's log names the collective and the missing "
@@ -241,8 +250,11 @@ def _pin_gpu(rank: Rank) -> None:
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
-    if not gpus or len(tf.config.get_visible_devices("GPU")) == 1 < len(gpus):
+    visible = tf.config.get_visible_devices("GPU")
+    if not gpus or len(visible) == 1 < len(gpus):
         return
+    if visible == gpus[:1] and tf.config.experimental.get_memory_growth(gpus[0]):
+        return  # By an earlier call.
     if len(gpus) == 1:
         # The launcher or Slurm showed each rank its own GPU, or the host has just one.
         mine = gpus[0]

@@ -401,6 +401,13 @@ def test_an_engine_that_is_gone_says_that_another_rank_is(error: Exception) -> N
         raise error
 
 
+def test_ranks_that_share_a_gpu_are_told_so() -> None:
+    said = "{{function_node HorovodAllgather}} ncclCommInitRank failed: invalid usage"
+    error = tf.errors.UnknownError(None, None, said)
+    with pytest.raises(EngineError, match="one rank per GPU"), engine_errors(Rank(1, 2, 1, 2)):
+        raise error
+
+
 def test_other_errors_stay() -> None:
     with pytest.raises(ValueError, match="own"), engine_errors(Rank(0, 2, 0, 2)):
         raise ValueError("the user's own")
