@@ -64,7 +64,8 @@ def _run(np: int, per_host: int, script: Path, arguments: tuple[str, ...]) -> di
         # Keep the script's output out of the report on standard output.
         done = subprocess.run(
             [sys.executable, "-P", "-m", module, *words],
-            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ},
+            # On the CPU, so that the process has the memory that it measures, and takes none from trainings.
+            env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ, "CUDA_VISIBLE_DEVICES": "-1"},
             stdout=sys.stderr.fileno(),
         )
         if not done.returncode and report.exists():

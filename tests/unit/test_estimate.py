@@ -111,6 +111,20 @@ def test_a_trainer(divided: bool, tmp_path: Path) -> None:
         assert found["sent"][kind] == pytest.approx(WEIGHTS * factor, rel=0.01)
 
 
+def test_the_planned_fit_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, str] = {}
+
+    def run(argv: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        seen.update(env)
+        return subprocess.CompletedProcess(argv, 3)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit):
+        command._run(2, 2, tmp_path / "train.py", ())
+    assert seen["CUDA_VISIBLE_DEVICES"] == "-1"
+
+
 def test_model_fit_is_refused_before_it_trains(tmp_path: Path) -> None:
     done = run(tmp_path, "m = model()\nm.compile('sgd', 'mse')\nm.fit(x, x[:, :10])\n", "-np", "2")
     assert done.returncode == 2
