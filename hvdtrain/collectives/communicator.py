@@ -36,6 +36,7 @@ from horovod.tensorflow import Sum as Sum
 
 from hvdtrain.collectives.anchoring import anchored
 from hvdtrain.collectives.encoding import decode, encode
+from hvdtrain.collectives.placement import device_dense
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 from hvdtrain.rank_variables import is_elastic
@@ -289,6 +290,7 @@ class HorovodRanks(Communicator):
         return hvd.allreduce(
             wire,
             op=op,
+            device_dense=device_dense(wire),
             prescale_factor=prescale,
             postscale_factor=postscale,
             **self._called(name),
@@ -301,6 +303,7 @@ class HorovodRanks(Communicator):
             hvd.grouped_allreduce(
                 wires,
                 op=op,
+                device_dense=device_dense(wires[0]),
                 prescale_factor=prescale,
                 postscale_factor=postscale,
                 **self._called(name),
@@ -308,7 +311,13 @@ class HorovodRanks(Communicator):
         )
 
     def _reducescatter(self, wire: tf.Tensor, name: str, op: Any, postscale: float) -> tf.Tensor:
-        return hvd.reducescatter(wire, op=op, postscale_factor=postscale, **self._called(name))
+        return hvd.reducescatter(
+            wire,
+            op=op,
+            device_dense=device_dense(wire),
+            postscale_factor=postscale,
+            **self._called(name),
+        )
 
     def _allgather(self, wire: tf.Tensor, name: str) -> tf.Tensor:
         return hvd.allgather(wire, **self._called(name))

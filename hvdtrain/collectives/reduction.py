@@ -38,6 +38,7 @@ from hvdtrain.collectives.compression import (
 )
 from hvdtrain.collectives.error_feedback import Lossy, Memory
 from hvdtrain.collectives.mesh import Position
+from hvdtrain.collectives.placement import on_device
 from hvdtrain.collectives.sparse import sum_slices
 from hvdtrain.collectives.step_context import current_step
 from hvdtrain.collectives.tensor_names import InstanceName
@@ -307,7 +308,7 @@ def _reduce_group(
     if reduction.compression is BF16Compressor:
         return [_reduce_group([t], [n], reduction)[0] for t, n in zip(tensors, names, strict=True)]
     compression = reduction.compression
-    with tf.device(reduction.device_dense):
+    with on_device(reduction.device_dense):
         wires, contexts = zip(*map(compression.compress, tensors), strict=True)
         found = reduction.process_set.grouped_allreduce(wires, names[0], **_scaling(reduction))
         return [compression.decompress(*each) for each in zip(found, contexts, strict=True)]
@@ -325,7 +326,7 @@ def _scaling(reduction: Reduction) -> dict[str, Any]:
 def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tensor:
     compression = reduction.compression
     small = (tensor.shape.num_elements() or BF16_MIN_ELEMENTS) < BF16_MIN_ELEMENTS
-    with tf.device(reduction.device_dense):
+    with on_device(reduction.device_dense):
         if compression is BF16Compressor and not small:
             ranks = reduction.process_set.size()
             factor = reduction.postscale_factor / (ranks if reduction.op == Average else 1)
@@ -350,7 +351,7 @@ def reduce_sparse(
     """
     ranks = reduction.process_set
     factor = reduction.postscale_factor / (ranks.size() if reduction.op == Average else 1)
-    with tf.device(reduction.device_sparse):
+    with on_device(reduction.device_sparse):
         step = current_step()
         once = None if step is None else id(tf_variable(variable)) in step.once
         total = sum_slices(slices, ranks, name, once)

@@ -18,6 +18,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS, Max
 from hvdtrain.collectives.consistency import require_equal
 from hvdtrain.collectives.finite import FiniteWatch
 from hvdtrain.collectives.metrics import as_value
+from hvdtrain.collectives.placement import on_device
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
 from hvdtrain.errors import ReplicaError, UsageError
@@ -161,7 +162,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         common = replicated_variables(self.model, local=self._local)
-        with tf.device(self.device):
+        with on_device(self.device):
             broadcast_variables([*common, *seed_variables(self.model)], self.root_rank)
         broadcast_loaded_state(self.model.optimizer)
         fold_rank_into_seeds(self.model, ALL_RANKS.rank())
@@ -218,7 +219,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not values:
             return
         flat = np.concatenate([value.ravel() for value in values.values()])
-        with tf.device(self.device):
+        with on_device(self.device):
             total = ALL_RANKS.allreduce(flat, "hvdtrain_metrics").numpy()
             both = np.concatenate([flat, -flat])
             largest = ALL_RANKS.allreduce(both, "hvdtrain_metrics_range", Max).numpy()

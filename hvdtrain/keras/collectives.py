@@ -61,6 +61,7 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 from hvdtrain.collectives.communicator import Communicator, ranks_of
 from hvdtrain.collectives.compression import BF16Compressor, Compression
 from hvdtrain.collectives.error_feedback import refuse_lossy
+from hvdtrain.collectives.placement import on_device
 from hvdtrain.collectives.reduction import scaled
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
@@ -143,7 +144,7 @@ def allreduce(
     if isinstance(value, tf.IndexedSlices):
         _require_additive(call)
         return _reduce_slices(value, call, device_sparse)
-    with tf.device(device_dense):
+    with on_device(device_dense):
         return differentiable.allreduce([_tensor(value)], call)[0]
 
 
@@ -186,7 +187,7 @@ def grouped_allreduce(
     def reduce(group: list[Any], call: Call) -> list[Any]:
         if isinstance(group[0], tf.IndexedSlices):
             return [_reduce_slices(group[0], call, device_sparse)]
-        with tf.device(device_dense):
+        with on_device(device_dense):
             return differentiable.allreduce(group, call)
 
     values = [t if isinstance(t, tf.IndexedSlices) else _tensor(t) for t in tensors]
@@ -325,7 +326,7 @@ def reducescatter(
         postscale=postscale_factor,
         compression=compression,
     )
-    with tf.device(device_dense):
+    with on_device(device_dense):
         return differentiable.reducescatter([tensor], call)[0]
 
 
@@ -358,7 +359,7 @@ def grouped_reducescatter(
         postscale=postscale_factor,
         compression=compression,
     )
-    with tf.device(device_dense):
+    with on_device(device_dense):
         return _by_groups(values, call, differentiable.reducescatter)
 
 
@@ -459,7 +460,7 @@ def _require_additive(call: Call) -> None:
 def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.IndexedSlices:
     """Concatenate the slices of all ranks, which is their sum, since slices of equal indices add up."""
     parts = {"values": slices.values, "indices": slices.indices}
-    with tf.device(device):
+    with on_device(device):
         values, indices = (
             differentiable.allgather([tensor], replace(call, name=f"{call.name}_{part}"))[0]
             for part, tensor in parts.items()

@@ -25,6 +25,7 @@ from horovod.tensorflow.mpi_ops import _grouped_reducescatter
 from hvdtrain.collectives.anchoring import anchored
 from hvdtrain.collectives.communicator import ranks_of, to_reducible
 from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
+from hvdtrain.collectives.placement import device_dense
 from hvdtrain.collectives.reduction import scaled
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
@@ -82,10 +83,21 @@ def allreduce(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
 
     def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
         if len(wire) > 1:
-            return hvd.grouped_allreduce(wire, name=call.name, **call.scaling, **call.options)
+            return hvd.grouped_allreduce(
+                wire,
+                name=call.name,
+                **call.scaling,
+                device_dense=device_dense(wire[0]),
+                **call.options,
+            )
         if call.compression is BF16Compressor and wire[0].dtype.is_floating:
             return [bf16_sum(wire[0], call.name, ranks_of(call.ranks), call.factor)]
-        return [hvd.allreduce(wire[0], name=call.name, **call.scaling, **call.options)]
+        where = device_dense(wire[0])
+        return [
+            hvd.allreduce(
+                wire[0], name=call.name, **call.scaling, device_dense=where, **call.options
+            )
+        ]
 
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
         if call.op in (hvd.Sum, hvd.Average):
@@ -151,7 +163,12 @@ def reducescatter(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
 
     def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
         if len(wire) == 1:
-            return [hvd.reducescatter(wire[0], name=call.name, **call.scaling, **call.options)]
+            where = device_dense(wire[0])
+            return [
+                hvd.reducescatter(
+                    wire[0], name=call.name, **call.scaling, device_dense=where, **call.options
+                )
+            ]
         # Horovod's public function takes no name, and the name that it makes would differ between ranks.
         scaling = call.scaling
         compression = scaling.pop("compression")
