@@ -45,6 +45,7 @@ def assert_close(found: list[dict[str, float]], limit: float = EXACT) -> None:
     assert not far
 
 
+@pytest.mark.slow
 def test_optimizers_equal_one_process(two: Results) -> None:
     assert_close(two.of("case_optimizers"))
 

@@ -226,6 +226,7 @@ main(["doctor"])
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_hosts_and_their_joint_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {"a": ok("ssh", "fine"), "b": ok("ssh", "fine")}
     seen: list[Options] = []

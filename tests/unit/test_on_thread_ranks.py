@@ -133,6 +133,39 @@ def test_replicas_that_differ_in_one_bit_are_an_error_on_all_ranks() -> None:
     assert all("of rank 2 differs from that of ranks 0, 1" in message for message in found)
 
 
+@pytest.mark.parametrize(
+    ("values", "on_gpu", "agree"),
+    [
+        # As the rows of an embedding after a step on a GPU; at most 1e-5 of the largest value.
+        ([[0.5, 1e-9], [0.5, 0.0], [0.5, 2e-9]], True, True),
+        ([[0.5, 4.9e-6], [0.5, 0.0], [0.5, 0.0]], True, True),
+        ([[0.5, 5.1e-6], [0.5, 0.0], [0.5, 0.0]], True, False),
+        ([[0.5, 1e-9], [0.5, 0.0], [0.5, 2e-9]], False, False),
+        ([[0.5, float("nan")], [0.5, 0.0], [0.5, 0.0]], True, False),
+        ([[1, 2], [1, 2], [1, 3]], True, False),
+    ],
+)
+def test_replicas_that_gpus_rounded_are_made_equal(
+    values: list[list[float]], on_gpu: bool, agree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One rank with a GPU is enough.
+    gpus = iter([on_gpu, False, False])
+    monkeypatch.setattr("hvdtrain.collectives.replicas._uses_gpu", lambda: next(gpus))
+
+    def on_rank(ranks: Any) -> list[float]:
+        variable = tf.Variable(values[ranks.rank()])
+        if agree:
+            check_replicas(variables=[variable], process_set=ranks)
+        else:
+            with pytest.raises(ReplicaError, match="drifted apart"):
+                check_replicas(variables=[variable], process_set=ranks)
+        return variable.numpy().tolist()
+
+    found = on_ranks(on_rank)
+    kept = [tf.constant(one).numpy().tolist() for one in values]
+    assert str(found) == str([kept[0]] * RANKS if agree else kept)
+
+
 def test_one_rank_that_stops_stops_all() -> None:
     assert on_ranks(lambda ranks: any_rank(ranks.rank() == 1, "stop", ranks)) == [True] * RANKS
     assert on_ranks(lambda ranks: any_rank(False, "stop", ranks)) == [False] * RANKS
