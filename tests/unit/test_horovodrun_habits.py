@@ -129,6 +129,8 @@ def same(words: list[str], exported: dict[str, str]) -> None:
         passed.start_timeout = None  # Longer here the more hosts there are.
     if typed.cooldown_range is None and passed.cooldown_range == [10, 300]:
         passed.cooldown_range = None  # Here a host on which a rank failed is used again.
+    if passed.autotune_log_file and Path(passed.autotune_log_file).parent == FOLDER:
+        passed.autotune_log_file = None  # Here what was found is kept for the next run.
     if passed.mpi_args:  # Where mpirun is on other hosts is said as well.
         passed.mpi_args = re.sub(r" ?--prefix \S+$", "", passed.mpi_args) or None
     assert passed.command[-1] == typed.command[-1] == "train.py"
