@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.cli.command_table import main
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
+from hvdtrain.launch.autotuning import FOLDER
 
 # The command lines of Horovod's documentation, by its page.
 DOCUMENTED = """
