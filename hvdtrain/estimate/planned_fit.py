@@ -66,6 +66,7 @@ def main() -> None:
 def _stop_at_fit(engine: SimulatedHorovod, report: Path) -> None:
     from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+    from hvdtrain.collectives.step_context import current_step
     from hvdtrain.trainer import strategy_choice
     from hvdtrain.trainer.loop import Loop
 
@@ -77,7 +78,9 @@ def _stop_at_fit(engine: SimulatedHorovod, report: Path) -> None:
         report.write_text(json.dumps(_estimate(loop, plan, engine)))
         raise _Found
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if current_step() is not None:  # Traced to choose the number of micro-batches.
+            return apply(*args, **kwargs)
         raise UsageError(
             "The script trains before, or without, a call of hvdtrain.Trainer's fit, whose step is what is estimated. "
             "model.fit and loops of your own cannot be estimated: build a Trainer of the same model to see its figures"

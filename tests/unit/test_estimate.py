@@ -111,6 +111,20 @@ def test_a_trainer(divided: bool, tmp_path: Path) -> None:
         assert found["sent"][kind] == pytest.approx(WEIGHTS * factor, rel=0.01)
 
 
+def test_micro_batches_as_the_memory_allows(tmp_path: Path) -> None:
+    """Tracing the step to choose their number does not count as training, nor its messages as sent before."""
+    layout = "layout=hvdtrain.Layout(hvdtrain.Mesh(), micro_batches='auto')"
+    done = run(
+        tmp_path,
+        f"trainer = hvdtrain.Trainer(model, 'sgd', 'mse', global_batch_size=20, {layout})\n"
+        "trainer.fit(x, x[:, :10], epochs=1)\nraise SystemExit('it has trained')\n",
+        *("-np", "4", "--json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "computed in one piece" in done.stderr
+    assert json.loads(done.stdout)["sent"]["allreduce"] == pytest.approx(WEIGHTS * 1.5, rel=0.01)
+
+
 def test_the_planned_fit_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, str] = {}
 

@@ -131,17 +131,18 @@ class StageRunner(Runner):
         ranks = [place.rank_of_stage(stage) for stage in range(place.mesh.pipeline)]
         neighbours = [ranks[s] for s in (place.stage - 1, place.stage + 1) if 0 <= s < len(ranks)]
         pairs = {rank: place.pair_set(rank) for rank in neighbours}
-        wanted = self._layout.micro_batches
-        made = PipelineSteps(
-            self.stage,
-            Exchange(self.stage, ranks, make_transport(pairs)),
-            place.data_set,
-            wanted if isinstance(wanted, int) else 1,
-            measured,
+
+        def in_parts(count: int) -> PipelineSteps:
+            exchange = Exchange(self.stage, ranks, make_transport(pairs))
+            return PipelineSteps(self.stage, exchange, place.data_set, count, measured)
+
+        count = self._layout.micro_batches
+        if isinstance(count, int):
+            return in_parts(count)
+        # Those that are traced for the choice are not those that train.
+        return in_parts(
+            1 if data is None else agree_on_count(in_parts(1), model, data, place.everyone)
         )
-        if not isinstance(wanted, int) and data is not None:
-            made.count = agree_on_count(made, model, data, place.everyone)
-        return made
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         assert isinstance(step_logs, StepLogs)

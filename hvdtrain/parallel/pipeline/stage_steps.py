@@ -83,7 +83,7 @@ class PipelineSteps:
         measured: Losses and metrics of the last stage.
 
     Attributes:
-        count: The same; may be changed before the first step.
+        count: The same; may be changed between traces.
     """
 
     def __init__(
