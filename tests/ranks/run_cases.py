@@ -24,13 +24,10 @@ import results
 from hvdtrain import runtime
 
 CASES = Path(__file__).with_name("cases")
-LEFT_OUT = ("matplotlib", "pandas", "sklearn")
-"""Modules that Keras imports if it finds them, which takes a quarter of a rank's start. No case needs them."""
 
 
 def main() -> None:
     folder, references = map(Path, sys.argv[1:])
-    sys.modules.update(dict.fromkeys(LEFT_OUT))  # As if they were not installed.
     rank = runtime.init().rank
     launched_by = psutil.Process().parent()
     sys.path[:0] = [str(CASES), str(CASES.parents[1])]
