@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+TOO_LOW = 1.1
+"""Upper bound of the ratio of a step's measured peak of memory to its estimate; see docs/estimate.md."""
 _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _Read = Callable[[Path], float | None]
 
@@ -31,8 +33,8 @@ def memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int:
         own: Path of /proc/self/cgroup.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    read = {name: _number_in(name) for name in ("memory.max", "memory.limit_in_bytes")}
-    limit = _lowest("memory", read["memory.max"], read["memory.limit_in_bytes"], root, own)
+    v2, v1 = _number_in("memory.max"), _number_in("memory.limit_in_bytes")
+    limit = _lowest("memory", v2, v1, root, own)
     return machine if limit is None else min(machine, int(limit))
 
 

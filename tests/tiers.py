@@ -48,8 +48,9 @@ def read(report: Path) -> tuple[Counter[str], dict[str, str]]:
     failed: dict[str, str] = {}
     for case in xml.parse(report).iter("testcase"):
         kinds = {child.tag: child.text or "" for child in case}
-        if text := kinds.get("failure") or kinds.get("error"):
+        if bad := kinds.keys() & {"failure", "error"}:
             # Once, also if both the test and what cleans up after it failed.
+            text = kinds["failure" if "failure" in bad else "error"]
             failed.setdefault(f"{case.get('classname')}::{case.get('name')}", text)
         else:
             counted["skipped" if "skipped" in kinds else "passed"] += 1

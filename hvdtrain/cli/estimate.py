@@ -14,11 +14,8 @@ from typing import Any
 import click
 
 from hvdtrain.errors import EngineError
-from hvdtrain.host_limits import memory_limit
+from hvdtrain.host_limits import TOO_LOW, memory_limit
 from hvdtrain.rank_variables import is_rank_variable
-
-TOO_LOW = 1.1
-"""Upper bound of the ratio of measured peaks to their estimates; see docs/estimate.md."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

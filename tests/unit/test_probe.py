@@ -17,7 +17,6 @@ from hvdtrain.keras import SyncBatchNormalization
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.strategies import batch_dependence
-from hvdtrain.strategies import probe as probes
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.probe import DRAWS, WAITS, Verdict, probe, state_of
 from hvdtrain.strategies.training_state import shared_state
@@ -487,24 +486,3 @@ def test_what_keras_does_not_track() -> None:
     assert state_of(model)[0] is counting.seen
     assert any(v is counting.seen for v in shared_state(model))
     assert int(counting.seen) == 0
-
-
-@pytest.mark.parametrize(
-    ("gpus", "tf32", "dtype", "tolerance"),
-    [
-        (["GPU:0"], True, "float32", 3e-2),
-        (["GPU:0"], False, "float32", 1e-3),
-        ([], True, "float32", 1e-3),
-        (["GPU:0"], True, "float64", 1e-3),
-    ],
-)
-def test_tensor_float_32_has_the_tolerance_of_its_bits(
-    gpus: list[str],
-    tf32: bool,
-    dtype: str,
-    tolerance: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tf.config, "list_logical_devices", lambda kind: gpus)
-    monkeypatch.setattr(tf.config.experimental, "tensor_float_32_execution_enabled", lambda: tf32)
-    assert probes._tolerance(dtype) == tolerance

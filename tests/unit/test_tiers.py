@@ -54,3 +54,12 @@ def test_nothing_but_good_tests_is_success(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tiers, "TIERS", [])
     assert tiers.main([]) == 1
     assert tiers.main(["--alll"]) == 2
+
+
+def test_a_failure_without_a_report_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "report.xml"
+    case = '<testcase classname="test_some" name="test_bad"><failure message="gone"/></testcase>'
+    path.write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+    counted, failed = tiers.read(path)
+    assert (counted["failed"], counted["passed"]) == (1, 0)
+    assert failed == {"test_some::test_bad": ""}

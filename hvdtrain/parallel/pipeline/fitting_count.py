@@ -11,7 +11,7 @@ import psutil
 import tensorflow as tf
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError
-from hvdtrain.host_limits import memory_limit
+from hvdtrain.host_limits import TOO_LOW, memory_limit
 from hvdtrain.keras_internals.variables import bytes_of
 from hvdtrain.messages import logger
 from hvdtrain.parallel.step_memory import peak_bytes, step_bytes
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hvdtrain.collectives.communicator import Communicator
     from hvdtrain.parallel.pipeline.stage_steps import PipelineSteps
 
-TOO_LOW = 1.1
-"""Upper bound of the ratio of measured peaks to their estimates; see docs/estimate.md."""
 SHARES = 3
 """Number of shares of the data in memory: the one in use, and two that are prefetched."""
 FUSION = 128 * 2**20
