@@ -15,6 +15,9 @@ from hvdtrain.strategy_names import STRATEGY
 CONTROLLER = "HOROVOD_CONTROLLER"
 """How ranks coordinate (mpi or gloo). Exported before a launch, it sets the default of --controller."""
 
+CPU_OPERATIONS = "HOROVOD_CPU_OPERATIONS"
+"""What moves tensors between CPUs (mpi or gloo). Horovod crashes where this is not what CONTROLLER is."""
+
 RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 """Address at which the ranks of a launch over Gloo find each other."""
 
@@ -25,7 +28,7 @@ _LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNR
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 _PLACE = re.compile(
-    rf"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|ELASTIC|CPU_OPERATIONS|GLOO_(RENDEZVOUS_.*|IFACE))|{CONTROLLER}"
+    rf"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|ELASTIC|GLOO_(RENDEZVOUS_.*|IFACE))|{CONTROLLER}|{CPU_OPERATIONS}"
     r"|(OMPI_COMM|PMIX|PMI)_.*|MPI_LOCAL(NRANKS|RANKID)"
 )
 _OF_THE_LAUNCH = frozenset({LAUNCH_ID, LOG_DIR, TERMINAL, STRATEGY, "TF_CONFIG"})

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError
 from hvdtrain.profiled_steps import asked_steps
-from hvdtrain.rank_variables import CONTROLLER, is_one_host, is_rank, size_of
+from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, is_one_host, is_rank, size_of
 from hvdtrain.strategy_names import (
     REPLICAS,
     STRATEGIES,
@@ -79,8 +79,7 @@ class RankGroups(Protocol):
 def engine_environment(environ: Mapping[str, str], kernel: str) -> dict[str, str]:
     """Return Horovod's and MPI's variables that a rank should have and `environ` lacks.
 
-    They keep waiting ranks from taking CPU time, let a process without a launcher run alone, and let a timeline begin
-    later.
+    They keep waiting ranks from taking CPU time, and let a timeline begin later.
 
     Args:
         environ: Environment of this process.
@@ -101,14 +100,29 @@ def engine_environment(environ: Mapping[str, str], kernel: str) -> dict[str, str
         # Over Gloo it took 1.3 times as long: Gloo's thread polls for what another rank sends before
         # Horovod asks for it, and with each check it does so for a part of the cycle.
         wanted["HOROVOD_CYCLE_TIME"] = "0.3"
-    profiled = asked_steps(environ)
-    if not is_rank(environ):
-        # No MPI without a launcher: outside mpirun it cannot find its daemon.
-        wanted |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-    elif profiled is not None:
+    if asked_steps(environ) is not None and is_rank(environ):
         # Horovod runs a thread for the timeline from now on, which takes what time the cores have left.
         wanted["HOROVOD_TIMELINE"] = "DYNAMIC"
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def controller_environment(environ: Mapping[str, str], default: str) -> dict[str, str]:
+    """Return the variables to change while Horovod starts.
+
+    Controller and CPU operations of different kinds end Horovod 0.28.1 with a segmentation fault at the first
+    allgather, since either sets up its own connections only.
+
+    Args:
+        environ: Environment of this process.
+        default: What Horovod takes for both where no variable says otherwise: "mpi" or "gloo".
+    """
+    # No MPI without a launcher: outside mpirun it cannot find its daemon.
+    controller = environ.get(CONTROLLER, default if is_rank(environ) else "gloo").lower()
+    operations = environ.get(CPU_OPERATIONS, default).lower()
+    wanted = {} if is_rank(environ) else {CONTROLLER: controller}
+    return wanted | (
+        {CPU_OPERATIONS: controller} if {controller, operations} == {"mpi", "gloo"} else {}
+    )
 
 
 def load_horovod() -> Any:
@@ -143,7 +157,8 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
     end_when_stuck(os.environ)
     before = threads_of_this_process()
     beat("init", waiting=True)
-    hvd.init(*args, **kwargs)
+    with _variables(controller_environment(os.environ, "mpi" if hvd.mpi_built() else "gloo")):
+        hvd.init(*args, **kwargs)
     beat("script")
     schedule_promptly(threads_of_this_process() - before)
     follow_imported()
@@ -189,6 +204,21 @@ def init(
     if seed is not None:
         keras.utils.set_random_seed(seed)
     return rank
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables inside this block: programs that this process starts later are launches of their own."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def shutdown() -> None:

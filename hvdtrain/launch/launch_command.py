@@ -21,7 +21,7 @@ from hvdtrain.launch.installed_horovod import find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames
 from hvdtrain.launch.slurm.allocation import Allocation
-from hvdtrain.rank_variables import CONTROLLER, size_variable
+from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, size_variable
 from hvdtrain.strategy_names import HOROVOD, STRATEGY
 
 
@@ -145,8 +145,9 @@ def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str
     settings: dict[str, str | None] = {}
     if environ.get(STRATEGY, HOROVOD) != HOROVOD:
         settings[STRATEGY] = HOROVOD
-    if environ.get(CONTROLLER, plan.controller).lower() != plan.controller:
-        settings[CONTROLLER] = None
+    for name in (CONTROLLER, CPU_OPERATIONS):
+        if environ.get(name, plan.controller).lower() != plan.controller:
+            settings[name] = None
     return settings | values_of(plan.env)
 
 

@@ -184,4 +184,8 @@ def test_a_function_of_a_cell(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_on_notebooks_trains(tmp_path: Path) -> None:
-    run_script(PAGE.read_text().split("```python\n")[1].split("```")[0], tmp_path)
+    """It does so too in a notebook that was a job of one rank before: its Gloo must not pass to workers over MPI."""
+    page = PAGE.read_text().split("```python\n")[1].split("```")[0]
+    alone = "import hvdtrain, os\n\nbefore = set(os.environ)\nhvdtrain.init()\n"
+    alone += "assert not any('GLOO' in value.upper() for name, value in os.environ.items() if name not in before)\n"
+    run_script(page.replace("import hvdtrain\n", alone, 1), tmp_path)

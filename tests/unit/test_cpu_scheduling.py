@@ -65,11 +65,6 @@ def test_short_cycles_only_where_they_pay() -> None:
     assert "HOROVOD_CYCLE_TIME" not in engine_environment(chosen, "6.12.0")
 
 
-def test_a_rank_alone_needs_no_mpi() -> None:
-    assert engine_environment({}, "6.8.0")["HOROVOD_CONTROLLER"] == "gloo"
-    assert "HOROVOD_CONTROLLER" not in engine_environment(ONE_HOST, "6.8.0")
-
-
 def test_a_thread_that_has_ended_is_left_out() -> None:
     beyond_every_pid = 2**30
     assert schedule_promptly([beyond_every_pid]) == []

@@ -328,16 +328,19 @@ def test_what_a_pasted_command_lacks_is_said(script: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"])
 @pytest.mark.parametrize("exported", ["gloo", "MPI", "mpi"])
-def test_what_was_exported_for_another_launch_is_taken_away(script: Path, exported: str) -> None:
-    """Ranks that mpirun starts would wait for Gloo's rendezvous."""
-    site = Site({"HOROVOD_CONTROLLER": exported, "HVDTRAIN_STRATEGY": "tpu", "A": "b"})
+def test_what_was_exported_for_another_launch_is_taken_away(
+    script: Path, name: str, exported: str
+) -> None:
+    """Ranks that mpirun starts would wait for Gloo's rendezvous, or crash."""
+    site = Site({name: exported, "HVDTRAIN_STRATEGY": "tpu", "A": "b"})
     launch = prepare(plan_of(script, controller="mpi"), site)
-    words = ["env", "-u", "HOROVOD_CONTROLLER"] if exported == "gloo" else ["env"]
+    words = ["env", "-u", name] if exported == "gloo" else ["env"]
     assert launch.typed[: len(words)] == words
     assert "HVDTRAIN_STRATEGY=horovod" in launch.typed
     left = launch.environment(site.environ)
-    assert left.get("HOROVOD_CONTROLLER") == (None if exported == "gloo" else exported)
+    assert left.get(name) == (None if exported == "gloo" else exported)
     assert left["A"] == "b"
 
 

@@ -25,7 +25,7 @@ from hvdtrain.launch.launchers.srun import STEP_SECONDS
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import start
 from hvdtrain.launch.running.srun_tasks import BEGIN_SECONDS
-from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
+from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, RENDEZVOUS_ADDRESS
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.host_agent import own_report
@@ -54,7 +54,7 @@ def launch_tasks(arguments: Sequence[str]) -> int:
     set_env_from_args(environment, options)
     environment |= interfaces(options)
     if options.use_gloo:
-        environment |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+        environment |= {CONTROLLER: "gloo", CPU_OPERATIONS: "gloo"}
         environment |= _start_rendezvous(options)
     else:
         environment = OPEN_MPI | environment
