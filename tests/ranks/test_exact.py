@@ -49,7 +49,6 @@ def test_rows_of_the_table() -> None:
 @given(cases(), st.integers(1, 3))
 @settings(
     max_examples=15 if ALL_CASES else 5,
-    deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )

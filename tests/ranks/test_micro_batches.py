@@ -36,6 +36,7 @@ def test_split_layers() -> None:
     check_values(on_ranks("micro_batches", np=4, env=env).of("case_split_layers"))
 
 
+@pytest.mark.slow
 def test_the_rank_with_least_memory_decides_on_their_number(two: Results) -> None:
     first, second = two.of("case_auto")
     assert first.pop("said") == ['micro_batches="auto": shares are computed in 4 micro-batches']

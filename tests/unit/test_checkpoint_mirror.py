@@ -171,6 +171,7 @@ def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
         Mirror("memory://run", keep=2)
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_a_new_machine(url: str, tmp_path: Path) -> None:
     undisturbed = train(tmp_path / "undisturbed", epochs=4)[0]
     mirrored = Checkpoints(mirror=url)

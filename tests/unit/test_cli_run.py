@@ -295,7 +295,7 @@ def test_without_numbers_it_takes_what_is_here(
 ANY = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.one_of(ANY, st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True)), value=ANY)
 def test_any_variable_is_passed_as_it_is_or_refused(folder: Path, name: str, value: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

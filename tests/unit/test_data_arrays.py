@@ -68,7 +68,7 @@ shapes = st.integers(1, 7).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shape=shapes, epoch=st.integers(0, 5), shuffle=st.booleans(), steps=st.integers(0, 6))
 def test_shares_make_up_the_batch_of_one_worker(shape, epoch, shuffle, steps):
     size, batch, n = shape

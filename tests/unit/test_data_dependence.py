@@ -128,6 +128,7 @@ def test_none_by_data(change: Change) -> None:
     ],
     ids=["clipped", "scaled"],
 )
+@pytest.mark.slow
 def test_none_of_keras(between: list[Any], compiled: dict[str, Any]) -> None:
     words = keras.Input((5,), dtype="int32")
     found = layers.Embedding(9, 3, mask_zero=True)(words)

@@ -48,9 +48,7 @@ def files(folder, kind):
     return from_files(str(folder / "*.tfrecord"), record)
 
 
-@settings(
-    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kind=st.sampled_from(["png", "records"]),
     batch=st.integers(1, 40),

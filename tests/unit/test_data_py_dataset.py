@@ -26,7 +26,7 @@ class Asked(Batches):
         return super().__getitem__(index)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     n=st.integers(1, 60),
     item=st.integers(1, 20),

@@ -30,7 +30,7 @@ def sharded(n, batch=None, upstream=lambda dataset: dataset, seen=None):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     n=st.integers(1, 40),
     cut=st.one_of(st.none(), st.integers(1, 9)),

@@ -114,7 +114,7 @@ class OnRanks:
         return self.sources[rank].epoch(epoch, rank, size)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 40),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
@@ -129,7 +129,7 @@ def test_batches_of_another_size_are_rebatched(n, lengths, batch, data):
     assert_same(read(OnRanks(sources), 0, size), read(source(n, batch, shuffle=False)))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     batch=st.integers(2, 12),
     lengths=st.lists(st.integers(1, 12), max_size=5),

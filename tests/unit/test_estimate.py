@@ -87,7 +87,7 @@ def run(folder: Path, script: str, *words: str) -> subprocess.CompletedProcess[s
     )
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("divided", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_trainer(divided: bool, tmp_path: Path) -> None:
     arguments = f"'adam', 'mse', global_batch_size=5 * rank.size, shard_optimizer={divided}"
     done = run(
@@ -111,6 +111,7 @@ def test_a_trainer(divided: bool, tmp_path: Path) -> None:
         assert found["sent"][kind] == pytest.approx(WEIGHTS * factor, rel=0.01)
 
 
+@pytest.mark.slow
 def test_micro_batches_as_the_memory_allows(tmp_path: Path) -> None:
     """Tracing the step to choose their number does not count as training, nor its messages as sent before."""
     layout = "layout=hvdtrain.Layout(hvdtrain.Mesh(), micro_batches='auto')"

@@ -37,6 +37,7 @@ def steps_of(micro_batches: int | str = "auto") -> PipelineSteps:
     return trainer.steps
 
 
+@pytest.mark.slow
 def test_less_memory_makes_smaller_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = EXAMPLES * WIDTH * 4
     counts = []

@@ -201,9 +201,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return [word for part in draw(st.permutations(parts)) for word in part]
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(words=command_lines())
 def test_any_combination_of_options(folder: Path, words: list[str]) -> None:
     same([*words, "python", "train.py"], {})

@@ -50,7 +50,14 @@ def plain_keras(kind: type) -> tuple[keras.Model, Any]:
     return model, model.fit(X, Y, batch_size=8, **FIT).history
 
 
-@pytest.mark.parametrize("kind", own.ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind is own.MetricsAfter else pytest.mark.slow)
+        for kind in own.ALL
+    ],
+    ids=lambda kind: kind.__name__,
+)
 def test_a_step_of_the_users(kind: type) -> None:
     plain, wanted = plain_keras(kind)
     model = own.compiled_model(kind, hvd.DistributedOptimizer(own.decaying()), jit_compile=True)

@@ -116,6 +116,7 @@ def run_legacy(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_keras_2_gets_horovods_own_names() -> None:
     pytest.importorskip("tf_keras")
     ran = run_legacy(SHOW)

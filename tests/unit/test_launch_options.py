@@ -334,7 +334,7 @@ def meant_for_the_ranks(plan: LaunchPlan) -> dict[str, str]:
     }
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(knobs=KNOBS, tuned=st.one_of(st.just({}), st.just({"autotune": False}), TUNED))
 def test_what_the_ranks_get_in_their_environment(
     folder: Path, knobs: dict[str, Any], tuned: dict[str, Any]

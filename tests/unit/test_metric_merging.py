@@ -205,7 +205,7 @@ KINDS: dict[str, Callable[[], metrics.Metric]] = {
 RULES = {name: findings(make(), *FLOATS).rules for name, make in KINDS.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), kind=st.sampled_from(sorted(KINDS)), workers=st.integers(1, 3))
 def test_any_split_makes_the_state_of_one_worker(
     data: st.DataObject, kind: str, workers: int

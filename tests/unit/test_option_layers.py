@@ -81,7 +81,7 @@ def layers(draw: st.DrawFn) -> list[dict[str, Any]]:
     return found
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers=layers(), dashes=st.booleans())
 def test_command_line_before_environment_before_file_before_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: list[dict[str, Any]], dashes: bool

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from terminal import Terminal
 
@@ -206,7 +206,6 @@ def test_lines_do_not_depend_on_the_chunks(text: bytes, cuts: list[int], longest
 
 
 @pytest.mark.parametrize("view", [{}, {"all_ranks": True}, {"stamp": lambda: b"12:00 "}])
-@settings(deadline=None)
 @given(written=WRITTEN, errors=WRITTEN, cuts=CUTS)
 def test_what_comes_out_does_not_depend_on_the_chunks(
     tmp_path_factory: pytest.TempPathFactory,
@@ -298,7 +297,6 @@ def line_by_line(written: Iterable[tuple[int, bytes]], all_ranks: bool) -> bytes
 
 
 @pytest.mark.parametrize("all_ranks", [False, True])
-@settings(deadline=None)
 @given(written=st.lists(st.tuples(st.integers(0, 2), SAID), max_size=12), cuts=CUTS)
 def test_blocks_are_shown_as_each_line_of_them_would_be(
     tmp_path_factory: pytest.TempPathFactory,

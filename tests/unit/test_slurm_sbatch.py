@@ -84,7 +84,7 @@ def show(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(words=WORDS)
 def test_no_word_of_the_user_means_anything_to_the_shell(show: Path, words: list[str]) -> None:
     for changes in ({}, {"warning_seconds": 60}, {"warning_seconds": 60, "requeue": True}):

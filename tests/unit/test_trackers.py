@@ -183,8 +183,11 @@ def records(path: Path) -> Iterator[Any]:
             record = b""
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+def test_wandb_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    # Its service would stay, a child of this process for which other tests wait.
+    request.addfinalizer(pytest.importorskip("wandb").teardown)
     monkeypatch.setattr(tracking, "END_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(sys, "argv", ["train.py", "--token", "hunter2"])
     run_dir, checkpoints = tmp_path / "digits", hvdtrain.Checkpoints()
