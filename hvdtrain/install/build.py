@@ -142,7 +142,7 @@ def test(wanted: Recipe, log: Path) -> None:
         said = tried(selftest.command(controller))
         if said.returncode == 0 and selftest.PASSED in said.stdout:
             continue
-        # horovodrun reports 'not built' if the library fails to load; loading it here shows the reason.
+        # If the library fails to load, this shows the reason once, without the launcher's messages.
         loaded = tried(selftest.load_command())
         if loaded.returncode != 0:
             label, said = "Loading Horovod", loaded

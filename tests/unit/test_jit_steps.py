@@ -17,6 +17,7 @@ import hvdtrain.keras as hvd
 from hvdtrain.collectives.communicator import HorovodRanks
 from hvdtrain.errors import UsageError
 
+pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parents[1] / "ranks" / "cases" / "own_models.py"
 SPEC = importlib.util.spec_from_file_location("own_models", SOURCE)
 assert SPEC is not None and SPEC.loader is not None
@@ -50,14 +51,7 @@ def plain_keras(kind: type) -> tuple[keras.Model, Any]:
     return model, model.fit(X, Y, batch_size=8, **FIT).history
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind is own.MetricsAfter else pytest.mark.slow)
-        for kind in own.ALL
-    ],
-    ids=lambda kind: kind.__name__,
-)
+@pytest.mark.parametrize("kind", own.ALL, ids=lambda kind: kind.__name__)
 def test_a_step_of_the_users(kind: type) -> None:
     plain, wanted = plain_keras(kind)
     model = own.compiled_model(kind, hvd.DistributedOptimizer(own.decaying()), jit_compile=True)
@@ -67,7 +61,6 @@ def test_a_step_of_the_users(kind: type) -> None:
     assert_alike(compiled, trainer.fit((X, Y), **FIT).history, plain, wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

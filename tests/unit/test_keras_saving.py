@@ -17,6 +17,7 @@ from hvdtrain import runtime
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizers import is_distributed
 
+pytestmark = pytest.mark.slow
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
@@ -132,7 +133,6 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
 def test_files_load_where_horovod_is_not_installed(tmp_path: Path) -> None:
     names = ["sgd", "adam", "loss scale"]
     paths = [str(tmp_path / f"{n}.{ending}") for n in names for ending in ("keras", "h5")]

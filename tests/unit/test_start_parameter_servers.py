@@ -171,6 +171,7 @@ def test_each_finds_the_others_and_ends_with_the_chief(begin: Begin) -> None:
     assert told["TF_NUM_INTRAOP_THREADS"] == told["OMP_NUM_THREADS"] == str(max(1, cores // 5))
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_started_again_at_its_port(begin: Begin) -> None:
     script = CHIEF + (
         "first = born('worker-1')[0]\n"
@@ -214,6 +215,7 @@ def test_a_server_that_does_not_start(begin: Begin, tmp_path: Path) -> None:
     assert second.startswith("ps-1 ended with exit code 1: the variables that it held are lost")
 
 
+@pytest.mark.slow
 def test_the_chiefs_own_failure_is_told_with_its_traceback(begin: Begin) -> None:
     run = begin(CHIEF + "raise ValueError('no data')\n", "--log-dir", "logs")
     code, _, stderr = run.end()
@@ -223,6 +225,7 @@ def test_the_chiefs_own_failure_is_told_with_its_traceback(begin: Begin) -> None
     assert run.left() == []
 
 
+@pytest.mark.slow
 def test_a_chief_that_is_killed(begin: Begin) -> None:
     run = begin(CHIEF + "os.kill(os.getpid(), signal.SIGKILL)\n", "--log-dir", "logs")
     code, _, stderr = run.end()
@@ -293,6 +296,7 @@ def test_a_warning_reaches_the_chief_alone(begin: Begin) -> None:
     assert "restarting it" not in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["hvdtrain.cli", "parameter_servers", "hvdtrain.start.agent"])
 def test_sigkill_of_whom_it_depends_on_leaves_nothing(begin: Begin, victim: str) -> None:
     run = begin(FOR_EVER)
@@ -312,6 +316,7 @@ def test_sigkill_of_whom_it_depends_on_leaves_nothing(begin: Begin, victim: str)
     assert run.left(8) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_the_printed_command_alone(begin: Begin, tmp_path: Path, number: int, code: int) -> None:
     """Pasted into a shell it ends as cleanly: nobody else looks after its processes."""

@@ -20,6 +20,7 @@ from hvdtrain.runtime import init
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.trainer.strategy_choice import make_strategy
 
+pytestmark = pytest.mark.slow
 RANKS = 4
 
 
