@@ -310,7 +310,7 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
     if whole.keys() != other.keys():
         return next(iter(whole.keys() ^ other.keys())), 1.0
     dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
-    limit = max(_tolerance(dtype) for dtype in dtypes)
+    limit = max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
     # A gradient that is only rounding error (the bias of attention keys) has no direction.
     floor = 1e-3 * _norm(whole)
     worst, gap = "", 0.0
@@ -319,15 +319,6 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
         if not own <= max(limit, gap):
             worst, gap = name, float(own)
     return worst, gap
-
-
-def _tolerance(dtype: str) -> float:
-    """Return the relative tolerance for layers that compute in `dtype`."""
-    # GPUs multiply float32 in TensorFloat-32 by default, with the significant bits of float16.
-    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
-    if dtype == "float32" and tf32 and tf.config.list_logical_devices("GPU"):
-        dtype = "float16"
-    return TOLERANCES.get(dtype, 1e-3)
 
 
 def _norm(marks: Marks) -> float:
@@ -361,11 +352,17 @@ def _repeatable(model: keras.Model) -> Iterator[None]:
     for layer in changed:
         object.__setattr__(layer, "call", functools.partial(_in_inference, layer))
     eagerly = tf.config.functions_run_eagerly()
+    precision = tf.config.experimental
+    # GPUs multiply float32 in TensorFloat-32 by default, with the significant bits of float16, and not alike for
+    # batches of different sizes: the gradients of deep networks then differ by a tenth.
+    tf32 = precision.tensor_float_32_execution_enabled()
     # A step may call tf.functions of its own, in which gradients would have no values yet.
     tf.config.run_functions_eagerly(True)
+    precision.enable_tensor_float_32_execution(False)
     try:
         yield
     finally:
+        precision.enable_tensor_float_32_execution(tf32)
         tf.config.run_functions_eagerly(eagerly)
         for layer in changed:
             object.__delattr__(layer, "call")
