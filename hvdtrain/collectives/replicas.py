@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -119,7 +120,8 @@ def _are_rounded(variables: Iterable[Any], ranks: Communicator) -> bool:
     """Return whether the ranks' values differ only by rounding. A collective."""
     for variable in variables:
         gap, largest = _spread(variable, ranks)
-        if not (tf_variable(variable).dtype.is_floating and gap <= ROUNDING * largest):
+        floating = tf_variable(variable).dtype.is_floating
+        if not (floating and gap <= ROUNDING * largest < math.inf):
             return False
     return True
 
@@ -127,6 +129,8 @@ def _are_rounded(variables: Iterable[Any], ranks: Communicator) -> bool:
 def _spread(variable: Any, ranks: Communicator) -> tuple[float, float]:
     """Return the largest difference between the ranks' values, and the largest absolute value. A collective."""
     value = tf.cast(tf_variable(variable).read_value(), tf.float64)
+    # MPI, Gloo and NCCL may leave a nan out: the maximum of nan and 1 is 1.
+    value = tf.where(tf.math.is_nan(value), tf.constant(math.inf, tf.float64), value)
     top = ranks.allreduce(value, "hvdtrain_drift_max", Max)
     bottom = ranks.allreduce(value, "hvdtrain_drift_min", Min)
     largest = tf.maximum(tf.abs(top), tf.abs(bottom))

@@ -28,7 +28,8 @@ from hvdtrain.errors import EngineError
 SECONDS = 30.0
 """Time after which a rank that has not called a collective is considered lost."""
 
-_COMBINE = {Sum: np.add, Average: np.add, Min: np.minimum, Max: np.maximum}
+_COMBINE = {Sum: np.add, Average: np.add, Min: np.fmin, Max: np.fmax}
+"""As NCCL, whose maximum of nan and 1 is 1."""
 
 
 @dataclass
