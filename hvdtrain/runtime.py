@@ -10,12 +10,12 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvdtrain.errors import EngineError, HvdtrainError, UsageError
+from hvdtrain.errors import EngineError, HvdtrainError, UsageError, warn_user
 from hvdtrain.profiled_steps import asked_steps
 from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, is_one_host, is_rank, size_of
 from hvdtrain.strategy_names import (
@@ -38,6 +38,9 @@ from hvdtrain.worker.stuck_rank import end_when_stuck
 
 GONE = "Horovod has not been initialized"
 """Horovod's message before it has started, and after it has shut down because another rank ended."""
+
+GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+"""Variable with which TensorFlow takes the memory of GPUs as it needs it, if "true"; read at its first operation."""
 
 NO_NCCL = "ncclCommInitRank failed"
 """Part of Horovod's message when NCCL cannot create a communicator."""
@@ -298,13 +301,32 @@ def _pin_gpu(rank: Rank) -> None:
         )
     if _context_is_open():
         if rank.local_size == 1:
-            return  # The only rank of its host: layers may be on several GPUs (parallel.placement).
+            # The only rank of its host: layers may be on several GPUs.
+            _warn_of_taken_memory(visible)
+            return
         raise UsageError(
             f"Rank {rank.rank}: TensorFlow was used before hvdtrain.init(), so the GPU can no "
             "longer be pinned: call hvdtrain.init() first, before building a model"
         )
     tf.config.set_visible_devices(mine, "GPU")
     tf.config.experimental.set_memory_growth(mine, True)
+
+
+def _warn_of_taken_memory(gpus: Sequence[Any]) -> None:
+    """Warn if TensorFlow has begun to use `gpus` by taking all of their memory, which is its default."""
+    import tensorflow as tf
+
+    def is_taken(gpu: Any) -> bool:
+        growing = tf.config.experimental.get_memory_growth(gpu)
+        return not growing and tf.config.get_logical_device_configuration(gpu) is None
+
+    if os.environ.get(GROWTH) != "true" and any(map(is_taken, gpus)):
+        warn_user(
+            "TensorFlow was used before hvdtrain.init(), and has taken all memory of "
+            f"{'the GPU' if len(gpus) == 1 else f'{len(gpus)} GPUs'}: another program on the same GPU fails, and what "
+            "is allocated outside of TensorFlow (NCCL's buffers) may. Call hvdtrain.init() first, before building a "
+            f"model, or set {GROWTH}=true"
+        )
 
 
 def _take_all_devices(replicas: int | None) -> None:

@@ -20,11 +20,13 @@ class Devices:
         self.gpus = [f"GPU:{index}" for index in range(number)]
         self.visible: list[str] = list(self.gpus)
         self.growing: set[str] = set()
+        self.limited: dict[str, Any] = {}
         self.used = False
         config = SimpleNamespace(
             list_physical_devices=lambda kind: list(self.gpus),
             get_visible_devices=lambda kind: list(self.visible),
             set_visible_devices=self.show,
+            get_logical_device_configuration=self.limited.get,
             experimental=SimpleNamespace(
                 get_memory_growth=self.growing.__contains__,
                 set_memory_growth=lambda gpu, _: self.growing.add(gpu),
@@ -61,3 +63,31 @@ def test_tensorflow_that_was_used_before_is_refused(
     Devices(monkeypatch, number).used = True
     with pytest.raises(UsageError, match="used before"):
         runtime._pin_gpu(local(1))
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_alone_is_told_that_tensorflow_has_taken_the_memory(
+    number: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.delenv(runtime.GROWTH, raising=False)
+    devices = Devices(monkeypatch, number)
+    devices.used = True
+    runtime._pin_gpu(Rank(0, 1, 0, 1))
+    assert devices.visible == devices.gpus and not devices.growing
+    (warning,) = recwarn
+    assert "taken all memory of " + ("the GPU:" if number == 1 else "2 GPUs:") in str(
+        warning.message
+    )
+
+
+@pytest.mark.parametrize("how", ["grows", "limit", "variable"])
+def test_a_rank_alone_whose_memory_grows_is_told_nothing(
+    how: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv(runtime.GROWTH, "true" if how == "variable" else "")
+    devices = Devices(monkeypatch, 2)
+    devices.used = True
+    devices.growing |= set(devices.gpus) if how == "grows" else set()
+    devices.limited |= {gpu: "1 GB" for gpu in devices.gpus if how == "limit"}
+    runtime._pin_gpu(Rank(0, 1, 0, 1))
+    assert not recwarn.list
