@@ -41,6 +41,9 @@ def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
         "TF_NUM_INTEROP_THREADS": str(share),
         # On SIGHUP, the end of a terminal, UCX waits for a debugger: the rank would not end.
         "UCX_DEBUG_SIGNO": "0",
+        # A GPU would add the rows of an embedding's gradient in any order, and round otherwise on each rank. In one
+        # order Adam's replicas had the same bits after 1,500 steps.
+        "TF_USE_DETERMINISTIC_SEGMENT_REDUCTIONS": "true",
         **STALL_DEFAULTS,
     }
     return {name: value for name, value in defaults.items() if name not in environ}

@@ -27,6 +27,12 @@ def test_the_users_own_settings_stay() -> None:
     assert "UCX_DEBUG_SIGNO" not in rank_environment({"UCX_DEBUG_SIGNO": "12"}, 8)
 
 
+def test_gpus_add_rows_in_one_order() -> None:
+    order = "TF_USE_DETERMINISTIC_SEGMENT_REDUCTIONS"
+    assert rank_environment({}, 8)[order] == "true"
+    assert order not in rank_environment({order: "false"}, 8)
+
+
 PROGRAM = """
 import pathlib
 import tensorflow as tf
