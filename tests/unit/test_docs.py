@@ -117,6 +117,17 @@ def test_command(command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.M
     assert {"train.py", "package.module"} & set(printed)
 
 
+def test_examples_begin_with_init() -> None:
+    """Whoever copies one: on GPUs a model that is made before is an error."""
+    begun = [
+        block.index("hvdtrain.init()") < block.index("Trainer(")
+        for page in PAGES.values()
+        for block in blocks(page, "python")
+        if "import hvdtrain\n" in block and "Trainer(" in block
+    ]
+    assert len(begun) > 5 and all(begun)
+
+
 def test_extras_are_there() -> None:
     extras = set(re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE))
     named = re.findall(r"\.\[([\w,]+)\]", README)
