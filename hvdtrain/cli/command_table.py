@@ -67,6 +67,7 @@ COMMANDS = {
     "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
     "timeline": ("hvdtrain.cli.timeline:timeline", "Summarize a timeline of Horovod's."),
     "top": ("hvdtrain.cli.top:top", "Watch a training from another terminal."),
+    "verify": ("hvdtrain.cli.verify:verify", "Check that N workers train as one does."),
 }
 
 

@@ -49,8 +49,9 @@ ALLOWED = {
     "doctor": LAUNCH | {"install"},
     "starters": set(),
     "estimate": TRAIN | {"strategies", "parallel"},
+    "verify": TRAIN | {"strategies", "checkpoint", "trackers"},
     "report": set(),
-    "cli": LAUNCH | {"install", "bench", "doctor", "report", "view", "starters"},
+    "cli": LAUNCH | {"install", "bench", "doctor", "report", "view", "starters", "verify"},
     "start": LAUNCH,
 }
 COLLECTIVES = {

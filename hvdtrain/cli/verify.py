@@ -1,0 +1,184 @@
+"""`hvdtrain verify`: compare a training on several workers with the same training on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hvdtrain.errors import EngineError
+from hvdtrain.launch.installed_horovod import choose_controller, installed_controllers
+from hvdtrain.launch.launch_command import this_site
+from hvdtrain.launch.launchers import horovodrun
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.rank_program import Program, rank_command
+from hvdtrain.launch.running.timed_command import ending_commands, run
+
+if TYPE_CHECKING:
+    pass
+
+_RUNS = ("one", "reordered", "several")
+_LINES = 20
+"""Lines of a failed run's output in the message."""
+_SHOWN = 3
+"""Variables named of a step that differs."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "-np", "--num-proc", "np", type=click.IntRange(2), default=2, show_default=True, metavar="N",
+    help="Number of workers.",
+)  # fmt: skip
+@click.option(
+    "--steps", type=click.IntRange(1), default=5, show_default=True, metavar="K", help="Number of steps to compare.",
+)  # fmt: skip
+@click.option(
+    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
+)
+@click.option(
+    "--timeout", type=click.IntRange(1), default=600, show_default=True, metavar="SECONDS",
+    help="Time limit of each of the three runs.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def verify(
+    context: click.Context, np: int, steps: int, controller: str, timeout: int, as_json: bool, script: Path,
+    arguments: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Check that SCRIPT trains on N workers as on one: examples, losses, metrics, weights, optimizer.
+
+    SCRIPT runs three times up to step K of its first Trainer.fit: on one worker, on one worker with the examples of
+    each batch in the opposite order, which shows how far the order of sums explains a difference, and on N workers. The
+    Trainer neither resumes nor writes anything meanwhile; what SCRIPT itself writes, it writes. The exit code is 0 if
+    the runs are the same, else 1.
+    """
+    context.with_resource(ending_commands())
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as folder:
+        for name in _RUNS:
+            click.echo(f"{_title(name, np)}: {steps} steps of {script}", err=True)
+            Path(folder, name).mkdir()
+            order = "backwards" if name == "reordered" else "forwards"
+            words = (str(Path(folder, name)), str(steps), order, str(script), *arguments)
+            _run(_command(np if name == "several" else 1, controller, words), name, np, timeout)
+        found = _findings(Path(folder))
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        for line in _lines(found, np):
+            click.echo(line)
+    context.exit(0 if found["outcome"] == "same" else 1)
+
+
+def _command(np: int, controller: str, words: tuple[str, ...]) -> list[str]:
+    program = Program(Path("hvdtrain.verify.recorded_run"), words, kind="module")
+    if np == 1:
+        return rank_command(program)
+    site = this_site()
+    chosen = choose_controller(controller, installed_controllers(), site.mpirun)
+    prepared = horovodrun.prepare(LaunchPlan(program=program, np=np, controller=chosen), site)
+    return prepared.with_settings(prepared.argv)
+
+
+def _run(command: list[str], name: str, np: int, timeout: int) -> None:
+    """Run one of the three.
+
+    Raises:
+        EngineError: It failed, or took longer than `timeout` seconds.
+    """
+    done = run(command, limit=timeout, environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ})
+    assert done is not None, "this Python has gone"
+    if done.returncode == 0:
+        return
+    how = (
+        f"took longer than {timeout} s"
+        if done.returncode is None
+        else f"failed (exit code {done.returncode})"
+    )
+    last = [*done.stdout.splitlines()[-_LINES:], *done.stderr.splitlines()[-_LINES:]]
+    raise EngineError(f"The run on {_title(name, np)} {how}:\n" + "\n".join(last))
+
+
+def _title(name: str, np: int) -> str:
+    return {
+        "one": "1 worker",
+        "reordered": "1 worker, batches in the opposite order",
+        "several": f"{np} workers",
+    }[name]
+
+
+def _findings(folder: Path) -> dict[str, Any]:
+    """Return the verdict and what it rests on, as JSON types."""
+    from hvdtrain.verify.comparison import compare
+    from hvdtrain.verify.likely_causes import likely_causes
+    from hvdtrain.verify.recording import read_recording
+
+    one, reordered, several = (read_recording(folder / name) for name in _RUNS)
+    steps = compare(one, reordered, several)
+    bad = next((step for step in steps if step.outcome != "same"), None)
+    short = len({len(run.steps) for run in (one, reordered, several)}) > 1
+    outcome = bad.outcome if bad else "different" if short else "same"
+    causes = [] if bad is None else likely_causes(one, reordered, several, bad)
+    if short and bad is None:
+        counts = [len(run.steps) - 1 for run in (one, several)]
+        causes = [f"The training has {counts[0]} steps on one worker and {counts[1]} on several."]
+    rows = zip(one.steps, several.steps, steps, strict=False)
+    return {
+        "outcome": outcome,
+        "step": None if bad is None else bad.step,
+        "causes": causes,
+        "steps": [
+            {
+                "step": step.step,
+                "loss": [before.logs.get("loss"), after.logs.get("loss")],
+                "difference": step.whole,
+                "reordered": step.reordered,
+                "examples": step.of,
+                "other_examples": step.examples,
+                "faults": [[gap.name, gap.found, gap.explained] for gap in step.faults],
+            }
+            for before, after, step in rows
+        ],
+    }
+
+
+def _lines(found: dict[str, Any], np: int) -> Iterator[str]:
+    """The table, and the verdict in words."""
+    yield f"{'step':>4} {'examples':>8} {'loss, 1 worker':>15} {f'{np} workers':>12} {'difference':>11} {'by order':>9}"
+    for step in found["steps"][1:]:
+        before, after = (f"{loss:.6g}" if loss is not None else "-" for loss in step["loss"])
+        yield (
+            f"{step['step']:>4} {step['examples']:>8} {before:>15} {after:>12} {step['difference']:>11.1e} "
+            f"{step['reordered']:>9.1e}"
+        )
+    count = len(found["steps"]) - 1
+    if found["outcome"] == "same":
+        yield f"same: {count} steps, and {np} workers differ from one as far as the order of sums explains"
+        return
+    if found["outcome"] == "unclear":
+        yield (
+            f"unclear: from step {found['step']} on, one worker differs from itself if the examples of a batch change "
+            "places"
+        )
+    elif found["step"] is None:
+        yield "different"
+    else:
+        yield from _difference(found["steps"][found["step"]])
+    yield from (f"likely cause: {cause}" for cause in found["causes"])
+
+
+def _difference(step: dict[str, Any]) -> Iterator[str]:
+    yield f"different: from step {step['step']} on"
+    if step["other_examples"]:
+        yield f"  {step['other_examples']} of {step['examples']} examples of the batch"
+    faults: Sequence[Any] = step["faults"]
+    for name, gap, explained in faults[:_SHOWN]:
+        yield f"  {name}: {gap:.1e} of its change, of which the order of sums explains {explained:.1e}"
+    if len(faults) > _SHOWN:
+        yield f"  and {len(faults) - _SHOWN} others"

@@ -1,0 +1,119 @@
+"""Trainings, honest ones and others, whose first steps are recorded as `hvdtrain verify` does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+import hvdtrain
+from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.keras import SyncBatchNormalization
+from hvdtrain.verify.step_recorder import EnoughSteps, Recorder, recorded_fits
+
+STEPS = 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(24, 6)).astype("float32")
+Y = X.sum(1, keepdims=True)
+IMAGES = X[:, :, None, None] * np.ones((1, 1, 6, 1), "float32")
+
+
+def dense(*between: Any) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Dense(8), *between, layers.Dense(1)])
+
+
+def train(
+    build: Any = dense, x: Any = X, y: Any = Y, *, fit: Any = (), batch: int = 8, **settings: Any
+) -> None:
+    optimizer = settings.pop("optimizer", None) or keras.optimizers.Adam(0.01)
+    trainer = hvdtrain.Trainer(
+        build, optimizer, "mse", metrics=["mae"], global_batch_size=batch, **settings
+    )
+    trainer.fit(x, y, epochs=2, **dict(fit))
+
+
+def convolutional() -> keras.Model:
+    return keras.Sequential(
+        [
+            *(keras.Input((6, 6, 1)), layers.Conv2D(4, 3, activation="relu")),
+            *(SyncBatchNormalization(), layers.Flatten(), layers.Dense(1)),
+        ]
+    )
+
+
+class RateByWorkers(keras.callbacks.Callback):
+    """A callback of a script's own."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.01 * ALL_RANKS.size()
+
+
+def unseeded() -> tuple[Any, Any]:
+    order = np.random.default_rng().permutation(len(X))
+    # Equal on all ranks, as the Trainer demands, and other ones in each run.
+    order = np.asarray(ALL_RANKS.broadcast(order, 0, "order"))
+    return X[order], Y[order]
+
+
+def by_workers() -> tuple[Any, Any]:
+    order = np.random.default_rng(ALL_RANKS.size()).permutation(len(X))
+    return X[order], Y[order]
+
+
+SAME: dict[str, Callable[[], None]] = {
+    "dense": train,
+    "tail": lambda: train(x=X[:21], y=Y[:21]),
+    "convolutional": lambda: train(convolutional, IMAGES),
+    "zero": lambda: train(shard_optimizer=True),
+    "tensor": lambda: train(
+        lambda: dense(layers.Dense(8, name="up"), layers.Dense(4, name="down")),
+        layout=hvdtrain.Layout(
+            hvdtrain.Mesh(tensor=ALL_RANKS.size()), split={"up": "column", "down": "row"}
+        ),
+    ),
+    "steps per execution": lambda: train(steps_per_execution=2),
+    "dataset": lambda: train(x=_dataset(), y=None),
+}
+DIFFERENT: dict[str, Callable[[], None]] = {
+    "BatchNormalization": lambda: train(lambda: dense(layers.BatchNormalization())),
+    "scaled rate": lambda: train(learning_rate_scaling="linear"),
+    "rate of a callback": lambda: train(fit={"callbacks": [RateByWorkers()]}),
+    "batch of the workers": lambda: train(batch=4 * ALL_RANKS.size()),
+    "data of the workers": lambda: train(x=by_workers()[0], y=by_workers()[1]),
+    "rounds": lambda: train(sync=hvdtrain.LocalSGD(every=2)),
+    "dropout": lambda: train(lambda: dense(layers.Dropout(0.5))),
+    "weights of the workers": lambda: train(
+        lambda: dense(
+            layers.Dense(4, kernel_initializer=keras.initializers.Constant(0.1 * ALL_RANKS.size()))
+        )
+    ),
+}
+UNCLEAR: dict[str, Callable[[], None]] = {
+    "data without a seed": lambda: train(x=(both := unseeded())[0], y=both[1]),
+}
+
+
+def _dataset() -> Any:
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
+
+
+def case_record() -> None:
+    """Each training twice where there is one rank: the second time with its batches turned round."""
+    for order in ("forwards", "backwards") if ALL_RANKS.size() == 1 else ("forwards",):
+        for name, script in (SAME | DIFFERENT | UNCLEAR).items():
+            folder = Path(os.environ["FOLDER"], str(ALL_RANKS.size()), order, name)
+            if ALL_RANKS.rank() == 0:
+                folder.mkdir(parents=True)
+            keras.backend.clear_session()
+            keras.utils.set_random_seed(0)
+            recorder = Recorder(folder, STEPS, order == "backwards")
+            with contextlib.suppress(EnoughSteps), recorded_fits(recorder):
+                script()

@@ -1,0 +1,64 @@
+"""`hvdtrain verify` finds two workers the same as one if they are, and says what parts them if they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launch import on_ranks
+
+from hvdtrain.verify.comparison import compare
+from hvdtrain.verify.likely_causes import likely_causes
+from hvdtrain.verify.recording import Recording, read_recording
+
+STEPS = 3
+SAME = ("dense", "tail", "convolutional", "zero", "tensor", "steps per execution", "dataset")
+DIFFERENT = {
+    "BatchNormalization": "which normalizes by a worker's share of the batch",
+    "scaled rate": "The learning rate is 0.01 on one worker and 0.02 on several",
+    "rate of a callback": "The learning rate is 0.01 on one worker and 0.02 on several",
+    "batch of the workers": "A step has 4 examples on one worker and 8 on several",
+    "data of the workers": "The workers together read other examples",
+    "rounds": "sync=LocalSGD",
+    "weights of the workers": "The weights differ before the first step",
+}
+UNCLEAR = {
+    "dropout": "which draws different random numbers on each worker",
+    "data without a seed": "Two runs on one worker read different examples",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("verify")
+    for np in (1, 2):
+        on_ranks("verify", np=np, env={"FOLDER": str(found)}).of("case_record")
+    return found
+
+
+def recordings(folder: Path, name: str) -> tuple[Recording, Recording, Recording]:
+    one, reordered, several = (
+        read_recording(folder / place / name)
+        for place in ("1/forwards", "1/backwards", "2/forwards")
+    )
+    return one, reordered, several
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same(name: str, folder: Path) -> None:
+    one, reordered, several = recordings(folder, name)
+    steps = compare(one, reordered, several)
+    assert [step.outcome for step in steps] == ["same"] * len(steps)
+    assert steps[-1].step >= STEPS
+    assert all(step.of in (8, 5, 16) for step in steps[1:])
+    assert one.steps[1].logs["loss"] > 0
+    # Another order of sums is seen, or nothing was compared.
+    assert 0 < max(step.reordered for step in steps) < 1e-4
+
+
+@pytest.mark.parametrize(("name", "cause"), (DIFFERENT | UNCLEAR).items())
+def test_another(name: str, cause: str, folder: Path) -> None:
+    three = recordings(folder, name)
+    bad = next(step for step in compare(*three) if step.outcome != "same")
+    assert bad.outcome == ("unclear" if name in UNCLEAR else "different")
+    assert cause in " ".join(likely_causes(*three, bad))

@@ -1,0 +1,257 @@
+"""What `hvdtrain verify` makes of recordings, written by hand: the verdict, its causes and the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+from click.testing import CliRunner
+
+from hvdtrain.cli import verify as command
+from hvdtrain.cli.command_table import main
+from hvdtrain.data import Share
+from hvdtrain.launch.running.timed_command import CompletedCommand
+from hvdtrain.verify.comparison import compare
+from hvdtrain.verify.likely_causes import likely_causes
+from hvdtrain.verify.recording import (
+    RecordedStep,
+    Recording,
+    read_recording,
+    write_facts,
+    write_step,
+)
+from hvdtrain.verify.step_recorder import digests, in_order, turned_round
+
+RNG = np.random.default_rng(0)
+KERNEL, BIAS = RNG.normal(size=(4, 3)).astype("float32"), np.zeros(3, "float32")
+RATE = "optimizer/learning_rate"
+
+
+def recording(
+    change: Mapping[int, Mapping[str, Any]] | None = None,
+    examples: Mapping[int, tuple[str, ...]] | None = None,
+    logs: Mapping[int, Mapping[str, float]] | None = None,
+    noise: float = 0.0,
+    **facts: Any,
+) -> Recording:
+    """Three steps, each of which adds 0.1 to all weights; `noise` relative to that."""
+    steps = []
+    for step in range(4):
+        arrays = {
+            "dense/kernel": (KERNEL + 0.1 * step * (1 + noise)).astype("float32"),
+            "dense/bias": (BIAS + 0.1 * step * (1 + noise)).astype("float32"),
+            RATE: np.array(0.01, "float32"),
+            "optimizer/iterations": np.array(step),
+        }
+        arrays |= (change or {}).get(step, {})
+        read = (examples or {}).get(step, tuple(f"{step}{n}" for n in range(6)) if step else ())
+        shown = (logs or {}).get(step, {"loss": 2.0 - 0.1 * step} if step else {})
+        steps.append(RecordedStep(step, read, shown, arrays))
+    return Recording(facts, steps)
+
+
+ONE, REORDERED = recording(), recording(noise=1e-6)
+
+
+def test_rounding_is_the_same() -> None:
+    """Nine times the difference that another order makes is explained, and what is a hundred times float32's bits."""
+    for noise in (0.0, 1e-6, 9e-6):
+        steps = compare(ONE, REORDERED, recording(noise=noise))
+        assert [step.outcome for step in steps] == ["same"] * 4
+    assert [step.of for step in steps] == [0, 6, 6, 6]
+    assert steps[2].whole == pytest.approx(9e-6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dense/kernel", KERNEL + 0.2001),
+        ("dense/kernel", np.where(np.arange(12).reshape(4, 3) == 5, np.nan, KERNEL + 0.2)),
+        ("dense/kernel", KERNEL[:2] + 0.2),
+        ("optimizer/iterations", np.array(3)),
+        ("another", BIAS),
+    ],
+    ids=["value", "nan", "shape", "counter", "variable"],
+)
+def test_the_first_step_and_the_variable_that_differ(name: str, value: Any) -> None:
+    steps = compare(ONE, REORDERED, recording({2: {name: value}}))
+    assert [step.outcome for step in steps] == ["same", "same", "different", "same"]
+    assert [gap.name for gap in steps[2].faults] == [name]
+
+
+def test_a_nan_on_both_is_the_same() -> None:
+    broken = {3: {"dense/bias": np.full(3, np.nan, "float32")}}
+    last = compare(recording(broken), recording(broken, noise=1e-6), recording(broken))[3]
+    assert last.outcome == "same"
+
+
+def test_losses_count_too() -> None:
+    steps = compare(ONE, REORDERED, recording(logs={3: {"loss": 1.71}}))
+    assert [gap.name for gap in steps[3].faults] == ["loss"]
+    steps = compare(ONE, REORDERED, recording(logs={3: {"loss": 1.7, "mae": 1.0}}))
+    assert [gap.name for gap in steps[3].faults] == ["mae"]
+
+
+def test_recordings_without_steps() -> None:
+    assert compare(ONE, REORDERED, Recording({}, [])) == []
+
+
+ROWS = {n: tuple(f"{n}{row}" for row in range(6)) for n in (1, 2, 3)}
+TURNED = {n: rows[::-1] for n, rows in ROWS.items()}
+OTHER = {n: tuple(f"x{row}" for row in rows) for n, rows in ROWS.items()}
+MORE = {n: rows + rows for n, rows in ROWS.items()}
+
+
+@pytest.mark.parametrize(
+    ("one", "reordered", "several", "outcome", "cause"),
+    [
+        ({}, {"examples": OTHER}, {}, "same", ""),
+        ({}, {"examples": OTHER}, {"examples": MORE}, "different", "drawn or shuffled without a seed"),
+        ({}, {}, {"examples": MORE}, "different", "A step has 6 examples on one worker and 12 on several"),
+        ({}, {}, {"examples": TURNED}, "different", "the same, in another order"),
+        ({}, {}, {"examples": OTHER}, "different", "read other examples"),
+        ({}, {}, {"change": {0: {RATE: np.array(0.02)}}}, "different", "0.01 on one worker and 0.02"),
+        ({}, {"change": {0: {"dense/kernel": KERNEL + 1}}}, {}, "unclear", "draws them without a seed"),
+        ({}, {}, {"change": {0: {"dense/kernel": KERNEL + 1}}}, "different", "builds the model otherwise"),
+        ({}, {"noise": 0.5}, {"warnings": ["dropout draws"]}, "unclear", "dropout draws"),
+        ({"warnings": ["both"]}, {}, {"noise": 0.5, "warnings": ["both", "new"]}, "different", "new"),
+        ({}, {}, {"noise": 0.5, "sync": "LocalSGD(every=2)"}, "different", "sync=LocalSGD(every=2)"),
+    ],
+)  # fmt: skip
+def test_causes(one: Any, reordered: Any, several: Any, outcome: str, cause: str) -> None:
+    three = (recording(**one), recording(**{"noise": 1e-6} | reordered), recording(**several))
+    steps = compare(*three)
+    bad = next((step for step in steps if step.outcome != "same"), None)
+    assert outcome == ("same" if bad is None else bad.outcome)
+    if bad is not None:
+        said = likely_causes(*three, bad)
+        assert len(said) == 1 and cause in said[0]
+
+
+def test_a_recording_comes_back(tmp_path: Path) -> None:
+    half = np.arange(3, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    arrays = {"a/b": KERNEL, "file": half, "n": np.array(7)}
+    write_facts(tmp_path, {"sync": None, "folder": tmp_path})
+    for step in (0, 1):
+        write_step(
+            tmp_path, RecordedStep(step, ("a",) * step, {"loss": np.nan} if step else {}, arrays)
+        )
+    found = read_recording(tmp_path)
+    assert found.facts == {"sync": None, "folder": str(tmp_path)}
+    assert [(one.step, one.examples) for one in found.steps] == [(0, ()), (1, ("a",))]
+    assert np.isnan(found.steps[1].logs["loss"])
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found.steps[1].arrays[name], array.astype("float32"))
+    assert read_recording(tmp_path / "absent") == Recording({}, [])
+
+
+def share(rows: Any, *, examples: int | None = None, offset: int = 0) -> Share:
+    data = (tf.constant(rows), {"label": tf.constant(rows)[:, :1]})
+    return Share(data, len(rows) if examples is None else examples, 8, offset, None)
+
+
+def test_an_example_has_one_digest_wherever_it_is() -> None:
+    rows = RNG.normal(size=(5, 3)).astype("float32")
+    whole = digests(share(rows))
+    assert len(set(whole)) == 5
+    assert digests(share(rows[2:4])) == whole[2:4]
+    assert digests(turned_round(share(rows))) == whole[::-1]
+    assert digests(share(rows[:1], examples=0)) == []
+    words = Share((tf.constant(["a", "b"]), tf.ragged.constant([[1], [2, 3]])), 2, 2, 0, None)
+    assert len(set(digests(words))) == 2
+
+
+def test_a_batch_is_put_together_from_its_shares() -> None:
+    """Two steps; ranks 1 and 2 hold parts of one model, rank 3 is idle in the second step."""
+    first = [(0, ["a", "b"]), (0, ["e"])]
+    second = [(2, ["c", "d"]), (1, ["f"])]
+    idle = [(4, ["x"]), (2, [])]
+    assert in_order([second, first, first, idle]) == ["a", "b", "c", "d", "x", "e", "f"]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.touch()
+    return path
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, runs: list[Recording]) -> list[list[str]]:
+    """Let the three runs leave these recordings; returns their commands."""
+    commands: list[list[str]] = []
+
+    def run(argv: list[str], *, limit: float, environ: Mapping[str, str]) -> CompletedCommand:
+        folder = Path(argv[argv.index("hvdtrain.verify.recorded_run") + 1])
+        found = runs[len(commands)]
+        commands.append(argv)
+        write_facts(folder, found.facts)
+        for step in found.steps:
+            write_step(folder, step)
+        return CompletedCommand(0, "", "", 0.0, 0.0)
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "installed_controllers", lambda: ("gloo",))
+    return commands
+
+
+def test_the_command(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = stand_in(monkeypatch, [ONE, REORDERED, recording(noise=2e-6)])
+    words = ["verify", "-np", "3", "--steps", "4", "train.py", "--epochs", "2"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.splitlines()[-1].startswith("same: 3 steps, and 3 workers differ")
+    for argv, order in zip(commands, ("forwards", "backwards", "forwards"), strict=True):
+        assert argv[-5:] == ["4", order, "train.py", "--epochs", "2"]
+    assert ["-np" in argv for argv in commands] == [False, False, True]
+
+
+def test_a_difference_is_told_with_its_cause(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [ONE, REORDERED, recording({2: {RATE: np.array(0.02), "dense/kernel": KERNEL}})]
+    stand_in(monkeypatch, runs)
+    done = CliRunner().invoke(main, ["verify", "train.py"])
+    assert done.exit_code == 1
+    *_, first, kernel, rate, cause = done.stdout.splitlines()
+    assert first == "different: from step 2 on"
+    assert {kernel.split(":")[0], rate.split(":")[0]} == {"  dense/kernel", f"  {RATE}"}
+    assert cause.startswith("likely cause: The learning rate is 0.01 on one worker and 0.02")
+    stand_in(monkeypatch, runs)
+    found = json.loads(CliRunner().invoke(main, ["verify", "--json", "train.py"]).stdout)
+    assert (found["outcome"], found["step"], len(found["steps"])) == ("different", 2, 4)
+
+
+def test_another_number_of_steps(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Recording({}, ONE.steps[:3])
+    stand_in(monkeypatch, [ONE, REORDERED, short])
+    done = CliRunner().invoke(main, ["verify", "train.py"])
+    assert done.exit_code == 1
+    assert "3 steps on one worker and 2 on several" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "message"), [(3, "failed (exit code 3)"), (None, "took longer than 9 s")]
+)
+def test_a_run_that_fails(
+    code: int | None, message: str, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = CompletedCommand(code, "", "the reason\n", 0.0, 0.0)
+    monkeypatch.setattr(command, "run", lambda *args, **kwargs: ended)
+    done = CliRunner().invoke(main, ["verify", "--timeout", "9", "train.py"])
+    assert done.exit_code == 1
+    assert f"The run on 1 worker {message}:\nthe reason" in done.output
+
+
+def test_other_strategies_are_refused() -> None:
+    from hvdtrain.errors import UsageError
+    from hvdtrain.verify.step_recorder import RecordedSteps, Recorder
+
+    loop: Any = SimpleNamespace(strategy=SimpleNamespace(name="tpu"))
+    with pytest.raises(UsageError, match="strategy tpu cannot be verified"):
+        RecordedSteps(loop, Recorder(Path(), 1, False))
