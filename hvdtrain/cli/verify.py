@@ -38,8 +38,9 @@ _SHOWN = 3
     "--steps", type=click.IntRange(1), default=5, show_default=True, metavar="K", help="Number of steps to compare.",
 )  # fmt: skip
 @click.option(
-    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
-)
+    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True,
+    help="How workers coordinate.",
+)  # fmt: skip
 @click.option(
     "--timeout", type=click.IntRange(1), default=600, show_default=True, metavar="SECONDS",
     help="Time limit of each of the three runs.",
@@ -54,8 +55,8 @@ def verify(
 ) -> None:  # fmt: skip
     """Check that SCRIPT trains on N workers as on one: examples, losses, metrics, weights, optimizer.
 
-    SCRIPT runs three times up to step K of its first Trainer.fit: on one worker, on one worker with the examples of
-    each batch in the opposite order, which shows how far the order of sums explains a difference, and on N workers. The
+    SCRIPT runs three times up to its step K: on one worker, on one worker with the examples of each of a Trainer's
+    batches in the opposite order, which shows how far the order of sums explains a difference, and on N workers. A
     Trainer neither resumes nor writes anything meanwhile; what SCRIPT itself writes, it writes. The exit code is 0 if
     the runs are the same, else 1.
     """

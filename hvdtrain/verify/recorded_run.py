@@ -1,4 +1,4 @@
-"""The program of `hvdtrain verify`, on each rank: runs a script, and records the first steps of its Trainer's fits.
+"""The program of `hvdtrain verify`, on each rank: runs a script, and records its first steps.
 
 python -m hvdtrain.verify.recorded_run FOLDER STEPS forwards|backwards SCRIPT [ARGUMENTS]...
 """
@@ -21,24 +21,22 @@ def main() -> None:
     """Run the script up to the last step to record.
 
     Raises:
-        UsageError: It trains no step with a Trainer.
+        UsageError: It trains no step.
     """
     folder, steps, order, script = sys.argv[1:5]
     sys.argv = sys.argv[4:]
     sys.path.insert(0, str(Path(script).resolve().parent))
     import keras
 
+    from hvdtrain.verify.loop_recorder import recorded_loops
     from hvdtrain.verify.step_recorder import EnoughSteps, Recorder, recorded_fits
 
     keras.utils.set_random_seed(SEED)
     recorder = Recorder(Path(folder), int(steps), order == BACKWARDS)
-    with contextlib.suppress(EnoughSteps), recorded_fits(recorder):
+    with contextlib.suppress(EnoughSteps), recorded_fits(recorder), recorded_loops(recorder):
         run_script(script)
     if not recorder.steps:
-        raise UsageError(
-            f"{script} ended without a step of hvdtrain.Trainer's fit, whose steps are what is compared. Those of "
-            "model.fit and of loops of your own are not recorded"
-        )
+        raise UsageError(f"{script} ended without a training step to compare")
 
 
 if __name__ == "__main__":

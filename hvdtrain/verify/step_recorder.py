@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -47,16 +48,20 @@ class Recorder:
         backwards: Whether to turn the order of the examples of each batch round, which changes the order of sums and,
             in a model whose examples do not depend on each other, nothing else.
         steps: Number of steps recorded so far.
+        trains: Whether a Trainer's fit is running.
+        fits: Whether model.fit is running.
     """
 
     folder: Path
     most: int
     backwards: bool
     steps: int = 0
+    trains: bool = False
+    fits: bool = False
 
 
 class RecordedSteps:
-    """The steps of `loop`, which are recorded until there are enough. For the methods see `Steps`.
+    """The training steps of `loop`, which are recorded until there are enough.
 
     Raises:
         UsageError: The Trainer's strategy does not run on Horovod.
@@ -68,12 +73,10 @@ class RecordedSteps:
                 f"strategy {loop.strategy.name} cannot be verified: its state is not in the processes that train"
             )
         self._steps = loop.steps
+        self._train = loop.steps.train
         self._model = loop.model
         self._strategy: HorovodStrategy = loop.strategy
         self._recorder = recorder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._steps, name)
 
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares`, and record the state. A collective.
@@ -85,7 +88,7 @@ class RecordedSteps:
         if not recorder.steps:
             self._note({}, ())
         examples = [(share.offset, digests(share)) for share in shares]
-        logs = self._steps.train(list(map(turned_round, shares)) if recorder.backwards else shares)
+        logs = self._train(list(map(turned_round, shares)) if recorder.backwards else shares)
         self._steps.finish()
         recorder.steps += len(shares)
         everyone = ALL_RANKS.exchange(examples, "verified_examples")
@@ -121,13 +124,17 @@ def recorded_fits(recorder: Recorder) -> Iterator[None]:
     def recorded(loop: Loop, plan: FitPlan) -> keras.callbacks.History:
         record = replace(loop.record, run_dir=None, tracking=Tracking([], None))
         steps = RecordedSteps(loop, recorder)
+        replaced = mock.patch.object(loop.steps, "train", steps.train)
         callbacks = [one for one in plan.callbacks if not isinstance(one, WRITERS)]
+        recorder.trains = True
         try:
-            return fit(
-                replace(loop, steps=steps, record=record, saved=None),
-                replace(plan, callbacks=callbacks, verbose=0),
-            )
+            with replaced:
+                return fit(
+                    replace(loop, record=record, saved=None, losses=None),
+                    replace(plan, callbacks=callbacks, verbose=0),
+                )
         finally:
+            recorder.trains = False
             if loop.rank.is_first:
                 write_facts(recorder.folder, {**loop.record.config, "warnings": told})
 

@@ -11,8 +11,10 @@ from hvdtrain.verify.comparison import compare
 from hvdtrain.verify.likely_causes import likely_causes
 from hvdtrain.verify.recording import Recording, read_recording
 
+pytestmark = pytest.mark.slow
 STEPS = 3
 SAME = ("dense", "tail", "convolutional", "zero", "tensor", "steps per execution", "dataset")
+LOOPS = ("model.fit", "own loop", "own eager loop")
 DIFFERENT = {
     "BatchNormalization": "which normalizes by a worker's share of the batch",
     "scaled rate": "The learning rate is 0.01 on one worker and 0.02 on several",
@@ -20,6 +22,8 @@ DIFFERENT = {
     "batch of the workers": "A step has 4 examples on one worker and 8 on several",
     "data of the workers": "The workers together read other examples",
     "rounds": "sync=LocalSGD",
+    "model.fit with a scaled rate": "The learning rate is 0.01 on one worker and 0.02 on several",
+    "own loop without a reduction": "",
     "weights of the workers": "The weights differ before the first step",
 }
 UNCLEAR = {
@@ -54,6 +58,15 @@ def test_the_same(name: str, folder: Path) -> None:
     assert one.steps[1].logs["loss"] > 0
     # Another order of sums is seen, or nothing was compared.
     assert 0 < max(step.reordered for step in steps) < 1e-4
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_same_without_a_trainer(name: str, folder: Path) -> None:
+    """Their batches are not known, and are not turned round."""
+    steps = compare(*recordings(folder, name))
+    assert [(step.step, step.outcome) for step in steps] == [(n, "same") for n in range(STEPS + 1)]
+    assert 0 < steps[-1].whole < 1e-6 and 0 < steps[-1].reordered < 1e-5
+    assert {step.of for step in steps} == {0}
 
 
 @pytest.mark.parametrize(("name", "cause"), (DIFFERENT | UNCLEAR).items())

@@ -10,11 +10,14 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 import hvdtrain
+import hvdtrain.keras as hvd
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.keras import SyncBatchNormalization
+from hvdtrain.verify.loop_recorder import recorded_loops
 from hvdtrain.verify.step_recorder import EnoughSteps, Recorder, recorded_fits
 
 STEPS = 3
@@ -66,6 +69,36 @@ def by_workers() -> tuple[Any, Any]:
     return X[order], Y[order]
 
 
+def fit_by_keras(rate: float = 0.01, **compiled: Any) -> None:
+    """Each rank has every so many-th example of a batch."""
+    model, ranks = dense(), ALL_RANKS.size()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(rate, global_clipnorm=1.0))
+    model.compile(optimizer, "mse", **compiled)
+    x, y = (array[ALL_RANKS.rank() :: ranks] for array in (X, Y))
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model.fit(x, y, batch_size=8 // ranks, shuffle=False, callbacks=callbacks, verbose=0)
+
+
+def own_loop(compiled: bool, reduced: bool = True) -> None:
+    model, ranks = dense(), ALL_RANKS.size()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
+    optimizer.build(model.trainable_variables)
+
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_mean((model(x) - y) ** 2))
+        watched = hvd.DistributedGradientTape(tape) if reduced else tape
+        optimizer.apply(
+            watched.gradient(loss, model.trainable_variables), model.trainable_variables
+        )
+        return loss
+
+    step = tf.function(step) if compiled else step
+    for begin in range(0, 24, 8):
+        batch = slice(begin + ALL_RANKS.rank(), begin + 8, ranks)
+        step(X[batch], Y[batch])
+
+
 SAME: dict[str, Callable[[], None]] = {
     "dense": train,
     "tail": lambda: train(x=X[:21], y=Y[:21]),
@@ -79,6 +112,9 @@ SAME: dict[str, Callable[[], None]] = {
     ),
     "steps per execution": lambda: train(steps_per_execution=2),
     "dataset": lambda: train(x=_dataset(), y=None),
+    "model.fit": fit_by_keras,
+    "own loop": lambda: own_loop(compiled=True),
+    "own eager loop": lambda: own_loop(compiled=False),
 }
 DIFFERENT: dict[str, Callable[[], None]] = {
     "BatchNormalization": lambda: train(lambda: dense(layers.BatchNormalization())),
@@ -87,6 +123,8 @@ DIFFERENT: dict[str, Callable[[], None]] = {
     "batch of the workers": lambda: train(batch=4 * ALL_RANKS.size()),
     "data of the workers": lambda: train(x=by_workers()[0], y=by_workers()[1]),
     "rounds": lambda: train(sync=hvdtrain.LocalSGD(every=2)),
+    "model.fit with a scaled rate": lambda: fit_by_keras(0.01 * ALL_RANKS.size()),
+    "own loop without a reduction": lambda: own_loop(compiled=True, reduced=False),
     "dropout": lambda: train(lambda: dense(layers.Dropout(0.5))),
     "weights of the workers": lambda: train(
         lambda: dense(
@@ -100,8 +138,6 @@ UNCLEAR: dict[str, Callable[[], None]] = {
 
 
 def _dataset() -> Any:
-    import tensorflow as tf
-
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
 
 
@@ -115,5 +151,9 @@ def case_record() -> None:
             keras.backend.clear_session()
             keras.utils.set_random_seed(0)
             recorder = Recorder(folder, STEPS, order == "backwards")
-            with contextlib.suppress(EnoughSteps), recorded_fits(recorder):
+            with (
+                contextlib.suppress(EnoughSteps),
+                recorded_fits(recorder),
+                recorded_loops(recorder),
+            ):
                 script()

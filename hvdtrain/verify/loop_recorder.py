@@ -1,0 +1,170 @@
+"""Notes the state after each step of model.fit and of loops of a script's own. Each rank holds all of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.keras_internals.models import optimizers_of
+from hvdtrain.keras_internals.variables import tf_variable, unique
+from hvdtrain.verify.recording import RecordedStep, write_step
+from hvdtrain.verify.step_recorder import EnoughSteps, Recorder
+
+ROUNDING = 1e-7
+"""Rounding of a sum, relative to the largest value of a gradient: that of float32."""
+
+
+@contextlib.contextmanager
+def recorded_loops(recorder: Recorder) -> Iterator[None]:
+    """Record each step of model.fit, and each `apply` of an optimizer outside of it and of a Trainer, in this block.
+
+    Raises:
+        EnoughSteps: The last step was recorded; from fit, from the `tf.function` that holds the step, or from `apply`.
+    """
+    fits = _Fits(recorder)
+    callbacks = keras.callbacks.CallbackList
+    with (
+        _followed(callbacks, "on_train_begin", before=fits.begin),
+        _followed(callbacks, "on_train_batch_end", after=fits.note),
+        _followed(callbacks, "on_train_end", after=fits.end),
+        _followed(Function, "__call__", after=lambda *_, **__: _end_if_enough(recorder)),
+        mock.patch.object(BaseOptimizer, "apply", _noting(BaseOptimizer.apply, recorder)),
+    ):
+        yield
+
+
+class _Fits:
+    """What a CallbackList tells of model.fit."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def begin(self, callbacks: Any, logs: Any = None) -> None:
+        recorder = self._recorder
+        if not recorder.trains:
+            recorder.fits = True
+            if not recorder.steps:
+                _write(recorder, _state_of(callbacks._model))
+
+    def note(self, callbacks: Any, batch: int, logs: Any = None) -> None:
+        recorder = self._recorder
+        if recorder.fits:
+            recorder.steps += 1
+            _write(recorder, _state_of(callbacks._model))
+            _end_if_enough(recorder)
+
+    def end(self, callbacks: Any, logs: Any = None) -> None:
+        self._recorder.fits = False
+
+
+def _noting(apply: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    """Return `BaseOptimizer.apply`, which notes the variables and, averaged over all ranks by now, the gradients."""
+
+    def noting(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if recorder.backwards and not recorder.trains:
+            grads = [
+                gradient if gradient is None else _as_reordered(gradient) for gradient in grads
+            ]
+        if recorder.trains or recorder.fits:
+            return apply(optimizer, grads, trainable_variables)
+        grads = list(grads)
+        trained = list(trainable_variables or optimizer._trainable_variables)
+        _when_run(lambda now: _begin(recorder, now), _read(trained, optimizer))
+        result = apply(optimizer, grads, trainable_variables)
+        given = {
+            f"gradient of {variable.path}": tf.convert_to_tensor(gradient)
+            for gradient, variable in zip(grads, trained, strict=True)
+            if gradient is not None
+        }
+        _when_run(lambda now: _count(recorder, now), _read(trained, optimizer) | given)
+        if tf.executing_eagerly():
+            _end_if_enough(recorder)
+        return result
+
+    return noting
+
+
+def _as_reordered(gradient: Any) -> Any:
+    """Return a gradient changed as by another order of its sums: up and down by ROUNDING of its largest value."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _as_reordered(gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    signs = 1 - 2 * (tf.range(tf.size(gradient)) % 2)
+    size = ROUNDING * tf.reduce_max(tf.abs(gradient))
+    return gradient + size * tf.cast(tf.reshape(signs, tf.shape(gradient)), gradient.dtype)
+
+
+def _begin(recorder: Recorder, arrays: Mapping[str, np.ndarray]) -> None:
+    if not recorder.steps:
+        _write(recorder, arrays)
+
+
+def _count(recorder: Recorder, arrays: Mapping[str, np.ndarray]) -> None:
+    recorder.steps += 1
+    if recorder.steps <= recorder.most:
+        _write(recorder, arrays)
+
+
+def _when_run(note: Callable[[dict[str, np.ndarray]], None], values: Mapping[str, Any]) -> None:
+    """Call `note` with `values` as arrays: now, or whenever the graph that is being made reaches this place."""
+    names = list(values)
+
+    def call(*arrays: np.ndarray) -> None:
+        note(dict(zip(names, arrays, strict=True)))
+
+    if tf.executing_eagerly():
+        call(*(value.numpy() for value in values.values()))
+    else:
+        tf.numpy_function(call, list(values.values()), [])
+
+
+def _read(trained: Sequence[Any], optimizer: Any) -> dict[str, Any]:
+    variables = unique([*trained, *optimizer.variables])
+    return {variable.path: tf_variable(variable).read_value() for variable in variables}
+
+
+def _state_of(model: keras.Model) -> dict[str, np.ndarray]:
+    found = list(model.variables)
+    for optimizer in optimizers_of(model):
+        found += optimizer.variables
+    return {variable.path: tf_variable(variable).numpy() for variable in unique(found)}
+
+
+def _write(recorder: Recorder, arrays: Mapping[str, np.ndarray]) -> None:
+    if ALL_RANKS.rank() == 0:
+        write_step(recorder.folder, RecordedStep(recorder.steps, (), {}, arrays))
+
+
+def _end_if_enough(recorder: Recorder) -> None:
+    if recorder.steps >= recorder.most and tf.executing_eagerly():
+        raise EnoughSteps
+
+
+def _followed(
+    owner: type,
+    name: str,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., None] | None = None,
+) -> Any:
+    """Return a context in which calls of the method are preceded by `before` and followed by `after`."""
+    method = getattr(owner, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(self, *args, **kwargs)
+        result = method(self, *args, **kwargs)
+        if after is not None:
+            after(self, *args, **kwargs)
+        return result
+
+    return mock.patch.object(owner, name, call)
