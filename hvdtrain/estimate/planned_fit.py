@@ -168,9 +168,9 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
 
 def _fusion(sizes: list[int]) -> int:
     """Return the largest use of Horovod's fusion buffer in bytes: all small tensors of a step are ready at once."""
-    from hvdtrain.parallel.pipeline.fitting_count import FUSION
+    from hvdtrain.parallel.pipeline.fitting_count import fusion_limit
 
-    limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", FUSION))
+    limit = fusion_limit(os.environ)
     fused = [size for size in sizes if size < limit]
     return min(limit, sum(fused)) if len(fused) > 1 else 0
 

@@ -15,7 +15,7 @@ from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.host_limits import memory_limit
 from hvdtrain.keras_internals.variables import bytes_of
 from hvdtrain.parallel.pipeline import fitting_count
-from hvdtrain.parallel.pipeline.fitting_count import GPU_RESERVE, room_for_step
+from hvdtrain.parallel.pipeline.fitting_count import FUSION, GPU_RESERVE, fusion_limit, room_for_step
 from hvdtrain.parallel.pipeline.stage_steps import PipelineSteps
 
 EXAMPLES, WIDTH = 2048, 100
@@ -87,3 +87,9 @@ def test_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             continue
         with pytest.raises(EngineError, match="nvidia-smi, which failed"):
             room_for_step(model)
+
+
+def test_the_fusion_buffer_is_as_large_as_horovod_makes_it() -> None:
+    assert fusion_limit({}) == FUSION
+    assert fusion_limit({"HOROVOD_FUSION_THRESHOLD": "1024"}) == 1024
+    assert fusion_limit({"HOROVOD_FUSION_THRESHOLD": "much"}) == FUSION

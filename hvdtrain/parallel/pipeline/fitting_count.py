@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 SHARES = 3
 """Number of shares of the data in memory: the one in use, and two that are prefetched."""
 FUSION = 128 * 2**20
-"""Maximum size of Horovod's fusion buffer in bytes."""
+"""Default of the maximum size of Horovod's fusion buffer in bytes."""
 GPU_RESERVE = 2**30
 """Memory of a GPU in bytes for CUDA, and for the workspaces of kernels."""
 _QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -103,7 +104,13 @@ def _needed(steps: PipelineSteps, model: keras.Model, data: Any, count: int) -> 
     )
     peak = peak_bytes(steps.trace(micro_batch))
     step = step_bytes(peak, gradients, count, steps.in_memory)
-    return sum(step.values()) + min(FUSION, gradients) + SHARES * count * batch
+    return sum(step.values()) + min(fusion_limit(os.environ), gradients) + SHARES * count * batch
+
+
+def fusion_limit(environ: Mapping[str, str]) -> int:
+    """Return the maximum size of Horovod's fusion buffer in bytes."""
+    given = environ.get("HOROVOD_FUSION_THRESHOLD", "")
+    return int(given) if given.isdecimal() else FUSION
 
 
 def room_for_step(model: keras.Model) -> int:
