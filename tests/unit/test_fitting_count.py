@@ -15,7 +15,12 @@ from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.host_limits import memory_limit
 from hvdtrain.keras_internals.variables import bytes_of
 from hvdtrain.parallel.pipeline import fitting_count
-from hvdtrain.parallel.pipeline.fitting_count import FUSION, GPU_RESERVE, fusion_limit, room_for_step
+from hvdtrain.parallel.pipeline.fitting_count import (
+    FUSION,
+    GPU_RESERVE,
+    fusion_limit,
+    room_for_step,
+)
 from hvdtrain.parallel.pipeline.stage_steps import PipelineSteps
 
 EXAMPLES, WIDTH = 2048, 100
