@@ -155,7 +155,7 @@ def _lines(found: dict[str, Any], np: int) -> Iterator[str]:
     for step in found["steps"][1:]:
         before, after = (f"{loss:.6g}" if loss is not None else "-" for loss in step["loss"])
         yield (
-            f"{step['step']:>4} {step['examples']:>8} {before:>15} {after:>12} {step['difference']:>11.1e} "
+            f"{step['step']:>4} {step['examples'] or '-':>8} {before:>15} {after:>12} {step['difference']:>11.1e} "
             f"{step['reordered']:>9.1e}"
         )
     count = len(found["steps"]) - 1
@@ -180,6 +180,7 @@ def _difference(step: dict[str, Any]) -> Iterator[str]:
         yield f"  {step['other_examples']} of {step['examples']} examples of the batch"
     faults: Sequence[Any] = step["faults"]
     for name, gap, explained in faults[:_SHOWN]:
-        yield f"  {name}: {gap:.1e} of its change, of which the order of sums explains {explained:.1e}"
+        found = f"{gap:.1e} of its change" if gap < 1 else "by more than it changes"
+        yield f"  {name}: {found}; the order of sums explains {explained:.1e}"
     if len(faults) > _SHOWN:
         yield f"  and {len(faults) - _SHOWN} others"

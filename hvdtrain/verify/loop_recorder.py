@@ -94,14 +94,19 @@ def _noting(apply: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]
 
 
 def _as_reordered(gradient: Any) -> Any:
-    """Return a gradient changed as by another order of its sums: up and down by ROUNDING of its largest value."""
+    """Return a gradient whose values go up and down in turns, about as far as another order of their sums makes them.
+
+    That is ROUNDING for the largest value, and relatively more for small ones, which are what is left of larger terms;
+    but what is 0 stays 0, as it has no terms (a pixel that is always dark).
+    """
     if isinstance(gradient, tf.IndexedSlices):
         values = _as_reordered(gradient.values)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     gradient = tf.convert_to_tensor(gradient)
     signs = 1 - 2 * (tf.range(tf.size(gradient)) % 2)
-    size = ROUNDING * tf.reduce_max(tf.abs(gradient))
-    return gradient + size * tf.cast(tf.reshape(signs, tf.shape(gradient)), gradient.dtype)
+    sizes = tf.abs(gradient)
+    change = ROUNDING * tf.sqrt(sizes) * tf.sqrt(tf.reduce_max(sizes))
+    return gradient + change * tf.cast(tf.reshape(signs, tf.shape(gradient)), gradient.dtype)
 
 
 def _begin(recorder: Recorder, arrays: Mapping[str, np.ndarray]) -> None:
