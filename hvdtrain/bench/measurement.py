@@ -92,10 +92,9 @@ def run_measurement(
                 f"The measurement took longer than {TIMEOUT_SECONDS} s: {' '.join(command)}"
             )
         if done.returncode or not file.exists():
-            last = [*done.stdout.splitlines()[-LINES:], *done.stderr.splitlines()[-LINES:]]
             raise EngineError(
                 f"The measurement failed (exit code {done.returncode}): {' '.join(command)}\n"
-                + "\n".join(last)
+                f"{done.last_lines(LINES)}"
             )
         return dict(json.loads(file.read_text()))
 

@@ -15,7 +15,7 @@ from hvdtrain.launch.installed_horovod import choose_controller, installed_contr
 from hvdtrain.launch.launch_command import this_site
 from hvdtrain.launch.launchers import horovodrun
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.rank_program import Program
+from hvdtrain.launch.rank_program import Kind, Program
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 SMALL = {"mnist": 64, "resnet20": 32, "mlp": 64}
@@ -39,8 +39,9 @@ def workers(least: int) -> Callable[[_Command], _Command]:
 
 
 CONTROLLER = click.option(
-    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
-)
+    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True,
+    help="How workers coordinate.",
+)  # fmt: skip
 MODEL = click.option(
     "--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True
 )
@@ -59,10 +60,11 @@ def pair(
     )
 
 
-def launcher(controller: str, **settings: Any) -> tuple[Launch, str]:
+def launcher(controller: str, kind: Kind = "script", **settings: Any) -> tuple[Launch, str]:
     """Return a function that composes the argv of a script on N ranks, and the controller that it uses.
 
     Args:
+        kind: What the function gets: the path of a "script", or the name of a "module" for two ranks or more.
         settings: Further fields of LaunchPlan.
     """
     built, site = installed_controllers(), this_site()
@@ -71,7 +73,7 @@ def launcher(controller: str, **settings: Any) -> tuple[Launch, str]:
     def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
         if np == 1:
             return [sys.executable, str(script), *arguments]
-        program = Program(script, arguments)
+        program = Program(script, arguments, kind)
         plan = LaunchPlan(program=program, np=np, controller=chosen, **settings)
         prepared = horovodrun.prepare(plan, site)
         return prepared.with_settings(prepared.argv)

@@ -7,20 +7,15 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from hvdtrain.cli.bench_options import CONTROLLER, launcher
 from hvdtrain.errors import EngineError
-from hvdtrain.launch.installed_horovod import choose_controller, installed_controllers
-from hvdtrain.launch.launch_command import this_site
-from hvdtrain.launch.launchers import horovodrun
-from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rank_program import Program, rank_command
 from hvdtrain.launch.running.timed_command import ending_commands, run
-
-if TYPE_CHECKING:
-    pass
+from hvdtrain.verify.recorded_run import BACKWARDS, FORWARDS
 
 _RUNS = ("one", "reordered", "several")
 _LINES = 20
@@ -37,10 +32,7 @@ _SHOWN = 3
 @click.option(
     "--steps", type=click.IntRange(1), default=5, show_default=True, metavar="K", help="Number of steps to compare.",
 )  # fmt: skip
-@click.option(
-    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True,
-    help="How workers coordinate.",
-)  # fmt: skip
+@CONTROLLER
 @click.option(
     "--timeout", type=click.IntRange(1), default=600, show_default=True, metavar="SECONDS",
     help="Time limit of each of the three runs.",
@@ -65,7 +57,7 @@ def verify(
         for name in _RUNS:
             click.echo(f"{_title(name, np)}: {steps} steps of {script}", err=True)
             Path(folder, name).mkdir()
-            order = "backwards" if name == "reordered" else "forwards"
+            order = BACKWARDS if name == "reordered" else FORWARDS
             words = (str(Path(folder, name)), str(steps), order, str(script), *arguments)
             _run(_command(np if name == "several" else 1, controller, words), name, np, timeout)
         found = _findings(Path(folder))
@@ -78,13 +70,11 @@ def verify(
 
 
 def _command(np: int, controller: str, words: tuple[str, ...]) -> list[str]:
-    program = Program(Path("hvdtrain.verify.recorded_run"), words, kind="module")
-    if np == 1:
-        return rank_command(program)
-    site = this_site()
-    chosen = choose_controller(controller, installed_controllers(), site.mpirun)
-    prepared = horovodrun.prepare(LaunchPlan(program=program, np=np, controller=chosen), site)
-    return prepared.with_settings(prepared.argv)
+    module = Path("hvdtrain.verify.recorded_run")
+    if np == 1:  # With the environment of a rank as well.
+        return rank_command(Program(module, words, kind="module"))
+    launch, _ = launcher(controller, kind="module")
+    return launch(np, module, words)
 
 
 def _run(command: list[str], name: str, np: int, timeout: int) -> None:
@@ -102,8 +92,7 @@ def _run(command: list[str], name: str, np: int, timeout: int) -> None:
         if done.returncode is None
         else f"failed (exit code {done.returncode})"
     )
-    last = [*done.stdout.splitlines()[-_LINES:], *done.stderr.splitlines()[-_LINES:]]
-    raise EngineError(f"The run on {_title(name, np)} {how}:\n" + "\n".join(last))
+    raise EngineError(f"The run on {_title(name, np)} {how}:\n{done.last_lines(_LINES)}")
 
 
 def _title(name: str, np: int) -> str:

@@ -38,7 +38,7 @@ class Recording:
     """A recorded run.
 
     Attributes:
-        facts: Its settings and warnings; see `recorded_run`.
+        facts: Its settings and warnings; see `step_recorder.recorded_fits`.
         steps: Its steps, the first of them the state before training.
     """
 

@@ -124,11 +124,10 @@ def recorded_fits(recorder: Recorder) -> Iterator[None]:
     def recorded(loop: Loop, plan: FitPlan) -> keras.callbacks.History:
         record = replace(loop.record, run_dir=None, tracking=Tracking([], None))
         steps = RecordedSteps(loop, recorder)
-        replaced = mock.patch.object(loop.steps, "train", steps.train)
         callbacks = [one for one in plan.callbacks if not isinstance(one, WRITERS)]
         recorder.trains = True
         try:
-            with replaced:
+            with mock.patch.object(loop.steps, "train", steps.train):
                 return fit(
                     replace(loop, record=record, saved=None, losses=None),
                     replace(plan, callbacks=callbacks, verbose=0),
@@ -138,12 +137,8 @@ def recorded_fits(recorder: Recorder) -> Iterator[None]:
             if loop.rank.is_first:
                 write_facts(recorder.folder, {**loop.record.config, "warnings": told})
 
-    Loop.fit = recorded  # type: ignore[method-assign, assignment]
-    try:
-        with _heard() as told:
-            yield
-    finally:
-        Loop.fit = fit  # type: ignore[method-assign]
+    with _heard() as told, mock.patch.object(Loop, "fit", recorded):
+        yield
 
 
 @contextlib.contextmanager
@@ -161,13 +156,12 @@ def _heard() -> Iterator[list[str]]:
             told.append(record.getMessage())
         return True
 
-    warnings.showwarning = note
     logger().addFilter(hear)
     try:
-        yield told
+        with mock.patch.object(warnings, "showwarning", note):
+            yield told
     finally:
         logger().removeFilter(hear)
-        warnings.showwarning = show
 
 
 def digests(share: Share) -> list[str]:

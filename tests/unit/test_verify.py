@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
+from hvdtrain.cli import bench_options
 from hvdtrain.cli import verify as command
 from hvdtrain.cli.command_table import main
 from hvdtrain.data import Share
@@ -198,7 +199,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, runs: list[Recording]) -> list[lis
         return CompletedCommand(0, "", "", 0.0, 0.0)
 
     monkeypatch.setattr(command, "run", run)
-    monkeypatch.setattr(command, "installed_controllers", lambda: ("gloo",))
+    monkeypatch.setattr(bench_options, "installed_controllers", lambda: ("gloo",))
     return commands
 
 

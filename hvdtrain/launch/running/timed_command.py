@@ -60,6 +60,10 @@ class CompletedCommand:
         """Standard output if the command succeeded, else empty."""
         return self.stdout if self.returncode == 0 else ""
 
+    def last_lines(self, count: int) -> str:
+        """Return the last `count` lines of standard output, then those of standard error."""
+        return "\n".join([*self.stdout.splitlines()[-count:], *self.stderr.splitlines()[-count:]])
+
     @property
     def last_line(self) -> str:
         """Last non-empty line, preferring standard error; without output, a description of how the command ended."""
