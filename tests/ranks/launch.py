@@ -144,7 +144,11 @@ def pools() -> Pools:
 
 def _start(kind: Kind, references: Path) -> Pool:
     environment = _environment(POOLED | dict(kind.variables))
-    return Pool(launcher(kind.np, kind.controller), kind.np, environment, references)
+    command = launcher(kind.np, kind.controller)
+    if kind.controller == "gloo":
+        # horovodrun imports TensorFlow, as each rank does.
+        command = [sys.executable, "-P", "-m", "hvdtrain.start.run_horovod", *command[1:]]
+    return Pool(command, kind.np, environment, references)
 
 
 def without_noise(printed: str) -> str:
