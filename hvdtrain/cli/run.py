@@ -85,6 +85,10 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     help="SCRIPT is the name of a module, as with python -m.",
 )  # fmt: skip
 @click.option(
+    "--adopt", is_flag=True, cls=GroupedOption, group="basic",
+    help="SCRIPT is an ordinary Keras script: share each batch of its model.fit among the workers.",
+)  # fmt: skip
+@click.option(
     "--grace-seconds", type=Seconds(min=0), default=30.0, show_default=True, metavar="SECONDS",
     cls=GroupedOption, group="basic",
     help="Time to stop for scripts that handle SIGTERM or KeyboardInterrupt.",

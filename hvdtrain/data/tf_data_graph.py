@@ -159,17 +159,16 @@ def unrepeatable(dataset: Any) -> str:
     if getattr(dataset, "_deterministic", None) == "false":
         return f"{here} has deterministic=False, so the order differs from run to run: leave it out"
     parallel = getattr(dataset, "_num_parallel_calls", None) is not None
-    for function in dataset._functions():
-        for node in _nodes(function.function.graph.as_graph_def()):
-            if node.op not in DRAWING:
-                continue
-            if parallel:
-                return (
-                    f"{here} draws random numbers ({node.op}) in several threads at once: leave num_parallel_calls "
-                    "out, or use the functions of tf.random that begin with stateless_"
-                )
-            if _is_unseeded(node.attr["seed"].i, node.attr["seed2"].i):
-                return f"{here} draws random numbers without a seed ({node.op}): set one"
+    for node in operations_of(dataset):
+        if node.op not in DRAWING:
+            continue
+        if parallel:
+            return (
+                f"{here} draws random numbers ({node.op}) in several threads at once: leave num_parallel_calls "
+                "out, or use the functions of tf.random that begin with stateless_"
+            )
+        if _is_unseeded(node.attr["seed"].i, node.attr["seed2"].i):
+            return f"{here} draws random numbers without a seed ({node.op}): set one"
     return next(filter(None, map(unrepeatable, dataset._inputs())), "")
 
 
@@ -178,10 +177,13 @@ def _is_unseeded(*seeds: Any) -> bool:
     return None not in seeds and not any(map(int, seeds))
 
 
-def _nodes(graph: Any) -> Iterator[Any]:
-    yield from graph.node
-    for function in graph.library.function:
-        yield from function.node_def
+def operations_of(dataset: Any) -> Iterator[Any]:
+    """Yield the TensorFlow operations (NodeDef) in the functions of a Dataset, without those of its inputs."""
+    for function in dataset._functions():
+        graph = function.function.graph.as_graph_def()
+        yield from graph.node
+        for inner in graph.library.function:
+            yield from inner.node_def
 
 
 def as_tuple(element: Any) -> tuple:

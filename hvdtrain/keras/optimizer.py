@@ -245,6 +245,14 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     return optimizer
 
 
+def undistribute(optimizer: Any) -> None:
+    """Make an optimizer plain again, or the one inside a LossScaleOptimizer; it keeps its state."""
+    inner = inner_of(optimizer)
+    if is_distributed(inner):
+        _, inner.__class__ = type(inner).__bases__
+        del vars(inner)["hvdtrain_reducer"]
+
+
 def _distributed_copy(file: Any, reduction: Reduction) -> Any:
     """Return the optimizer in `file` (written by Keras's __reduce__), distributed."""
     optimizer = keras.optimizers.Optimizer._unpickle_model(file)

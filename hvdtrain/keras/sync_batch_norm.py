@@ -12,6 +12,8 @@ the backward pass (the Trainer puts it there); weighting the gradients afterward
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -22,10 +24,30 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.step_context import current_step
 from hvdtrain.collectives.tensor_names import InstanceName
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.overlay import overlay
+
+
+class _Synchronized:
+    """Mixin for a BatchNormalization that normalizes over the batches of all ranks during training."""
+
+    hvdtrain_synchronized = True
+    """Marks layers whose statistics are those of all ranks in every training step."""
+
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return mean and variance over all ranks, each of shape (channels,). Called by Keras in training."""
+        if not hvd.is_initialized() or ALL_RANKS.size() == 1:
+            return super()._moments(inputs, mask)  # type: ignore[misc]
+        count, mean, variance = local_moments(inputs, mask, self._reduction_axes)  # type: ignore[attr-defined]
+        if (step := current_step()) is not None:
+            count = tf.where(step.is_idle(), tf.zeros_like(count), count)
+        name = self._collective(())  # type: ignore[attr-defined]
+        combined = combine_moments(_gather(tf.stack([count, mean, variance]), name))
+        mean, variance = tf.unstack(_with_summed_gradient(combined, f"{name}_gradient"))
+        return mean, variance
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
-class SyncBatchNormalization(keras.layers.BatchNormalization):
+class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
     """A keras.layers.BatchNormalization that normalizes over the batches of all ranks during training.
 
     Every unmasked position of every example has the same weight, however the batch is divided. Inference needs no
@@ -38,9 +60,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     Raises:
         UsageError: `fused` or `synchronized` is True.
     """
-
-    hvdtrain_synchronized = True
-    """Marks layers whose statistics are those of all ranks in every training step."""
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused is not False:
@@ -58,17 +77,26 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         del config["synchronized"]
         return config
 
-    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return mean and variance over all ranks, each of shape (channels,). Called by Keras in training."""
-        if not hvd.is_initialized() or ALL_RANKS.size() == 1:
-            return super()._moments(inputs, mask)
-        count, mean, variance = local_moments(inputs, mask, self._reduction_axes)
-        if (step := current_step()) is not None:
-            count = tf.where(step.is_idle(), tf.zeros_like(count), count)
-        name = self._collective(())
-        combined = combine_moments(_gather(tf.stack([count, mean, variance]), name))
-        mean, variance = tf.unstack(_with_summed_gradient(combined, f"{name}_gradient"))
-        return mean, variance
+
+@contextlib.contextmanager
+def synchronized(model: keras.Model) -> Iterator[None]:
+    """In this block, let all BatchNormalization layers of `model` normalize over the batches of all ranks."""
+    plain = [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and not isinstance(layer, _Synchronized)
+    ]
+    kinds = list(map(type, plain))
+    for layer in plain:
+        if not hasattr(layer, "_collective"):
+            object.__setattr__(layer, "_collective", InstanceName("sync_batch_norm"))
+        overlay(layer, _Synchronized)
+    try:
+        yield
+    finally:
+        for layer, kind in zip(plain, kinds, strict=True):
+            layer.__class__ = kind
 
 
 def local_moments(

@@ -57,7 +57,10 @@ def plan_of(
     _leave_out(values, behind, say)
     values["env"] = tuple(map(variable_to_pass, values.get("env", ())))
     program = program_of(
-        values.pop("script"), values.pop("arguments", ()), module=values.pop("module", False)
+        values.pop("script"),
+        values.pop("arguments", ()),
+        module=values.pop("module", False),
+        adopt=values.pop("adopt", False),
     )
     return LaunchPlan(program=program, **values)
 

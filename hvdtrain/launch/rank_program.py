@@ -14,18 +14,19 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import UsageError
 
-Kind = Literal["script", "module", "program"]
+Kind = Literal["script", "module", "program", "adopted"]
 # Arguments of `python -m hvdtrain.worker` before the name.
 _WORKERS_WORDS: dict[Kind, tuple[str, ...]] = {
     "script": (),
     "module": ("-m",),
     "program": ("--program",),
+    "adopted": ("-m", "hvdtrain.adopt"),
 }
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 _MODULE = re.compile(r"\w+(\.\w+)*")
@@ -39,7 +40,7 @@ class Program:
     Attributes:
         name: Path of the script, name of the module, or the program.
         arguments: Arguments of the program.
-        kind: "script", "module" or "program".
+        kind: "script", "module", "program" or "adopted": a script that `hvdtrain.adopt` runs.
         python: Python interpreter of the ranks.
         python_options: Options of the interpreter, such as -u.
     """
@@ -59,17 +60,26 @@ def rank_command(program: Program) -> list[str]:
     ]
 
 
-def program_of(name: Path, arguments: Sequence[str], *, module: bool = False) -> Program:
+def program_of(
+    name: Path, arguments: Sequence[str], *, module: bool = False, adopt: bool = False
+) -> Program:
     """Parse the words of a command line into a Program.
 
     Args:
         name: First word.
         arguments: Words after it.
         module: Whether the name is a module's (`-m`).
+        adopt: Whether it is a script to share among the ranks (`--adopt`).
 
     Raises:
-        UsageError: The script or module is missing or invalid, or the program cannot be executed.
+        UsageError: The script or module is missing or invalid, the program cannot be executed, or is no script to
+            adopt.
     """
+    if adopt:
+        program = program_of(name, arguments, module=module)
+        if program.kind != "script":
+            raise UsageError(f"--adopt needs a Python script; {name} is a {program.kind}")
+        return replace(program, kind="adopted")
     if module:
         return _module(str(name), arguments, Program(name))
     if _PYTHON.fullmatch(name.name):

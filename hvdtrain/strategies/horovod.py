@@ -72,7 +72,7 @@ class HorovodStrategy(Strategy):
         self._state = state
         self._wrap = wrap
 
-    def start(self, seed: int) -> Rank:
+    def start(self, seed: int | None) -> Rank:
         rank = init(seed, self._mesh)
         self.set_position(position(self._mesh or Mesh()))
         return rank

@@ -49,6 +49,7 @@ ALLOWED = {
     "doctor": LAUNCH | {"install"},
     "starters": set(),
     "estimate": TRAIN | {"strategies", "parallel"},
+    "adopt": TRAIN | {"strategies"},
     "verify": TRAIN | {"strategies", "checkpoint", "trackers"},
     "report": set(),
     "cli": LAUNCH | {"install", "bench", "doctor", "report", "view", "starters", "verify"},

@@ -1,0 +1,1 @@
+"""Trains an ordinary Keras script on all ranks, unedited: `hvdtrain run --adopt`."""

@@ -1,0 +1,270 @@
+"""Leads keras.Model.fit, evaluate and predict of a script to a Trainer, which divides the batches over the ranks.
+
+What a Trainer does not take, every rank trains as plain Keras does, on whole batches: no faster than one process, and
+with the same result. Afterwards all ranks take the state of rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import keras
+from keras.src.trainers.trainer import Trainer as BaseTrainer
+
+from hvdtrain.adopt.batches import Replayable, batch_examples
+from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
+from hvdtrain.adopt.notes import Notes
+from hvdtrain.adopt.private_folder import PrivateFolder
+from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.data.arrays import is_arrays
+from hvdtrain.errors import ReplicaError, UsageError
+from hvdtrain.keras.optimizer import undistribute
+from hvdtrain.keras.sync_batch_norm import synchronized
+from hvdtrain.keras.writers import on_this_rank, prepare_fit
+from hvdtrain.keras_internals.models import compile_config, optimizers_of, overridden
+from hvdtrain.keras_internals.optimizers import inner_of
+from hvdtrain.keras_internals.variables import unique
+from hvdtrain.runtime import Rank
+from hvdtrain.strategies.horovod import HorovodStrategy
+from hvdtrain.trainer import Trainer
+from hvdtrain.trainer.setup import split_arrays
+
+_NAME = "_hvdtrain_adopted"
+"""Entry of a model's __dict__: its Trainer."""
+_OF_TRAINER = (
+    "epochs",
+    "validation_steps",
+    "validation_freq",
+    "steps_per_epoch",
+    "class_weight",
+    "callbacks",
+    "initial_epoch",
+    "verbose",
+)
+"""Arguments of fit that a Trainer takes as they are."""
+
+
+class _ScriptsSeeds(HorovodStrategy):
+    """Leaves the seeds to the script."""
+
+    def start(self, seed: int | None) -> Rank:
+        del seed
+        return super().start(None)
+
+
+@dataclass(frozen=True)
+class _Adopted:
+    """The Trainer of a model, and what it was made for."""
+
+    trainer: Trainer
+    batch: int
+
+
+class AdoptedFits:
+    """What a script's fits have become so far.
+
+    Attributes:
+        running: Whether a fit, an evaluation or a prediction is running; one inside it, from a callback, is Keras's
+            own, as not all ranks may run the callback.
+    """
+
+    def __init__(self, rank: Rank, notes: Notes, folder: PrivateFolder, seed: ScriptsSeed) -> None:
+        self.running = False
+        self._seed = seed
+        self._rank = rank
+        self._notes = notes
+        self._folder = folder
+        self._fits = itertools.count()
+
+    def fit(
+        self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train `model` like keras.Model.fit, sharing each batch among the ranks if that gives the same result."""
+        call = inspect.signature(original).bind(model, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        is_own = self.running or not model.compiled
+        if is_own or isinstance(given["callbacks"], keras.callbacks.CallbackList):
+            return original(model, *args, **kwargs)
+        seed = next(self._fits)
+        with self._alone():
+            before = _Before(model)
+            try:
+                history = self._shared(model, given, seed, before)
+            except (UsageError, ReplicaError) as error:
+                if before.has_trained():
+                    raise
+                before.restore()
+                self._notes.tell(
+                    "fit",
+                    f"every worker trains on whole batches, no faster than one process: {error}",
+                )
+                history = self._by_all(original, model, given)
+            self._folder.refresh()
+        return history
+
+    def evaluate(
+        self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Evaluate `model` like keras.Model.evaluate, on all ranks together if they have trained it together."""
+        trainer = self._trained(model)
+        call = inspect.signature(original).bind(model, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        if trainer is None or isinstance(given["callbacks"], keras.callbacks.CallbackList):
+            return original(model, *args, **kwargs)
+        names = ("sample_weight", "verbose", "steps", "callbacks", "return_dict")
+        with self._alone():
+            try:
+                return trainer.evaluate(
+                    as_inputs(given["x"]), given["y"], **{name: given[name] for name in names}
+                )
+            except UsageError:
+                return original(model, *args, **kwargs)
+
+    def _shared(self, model: keras.Model, given: dict[str, Any], seed: int, before: _Before) -> Any:
+        """Train with a Trainer. If data can be read only once, `given` keeps what was read before the training.
+
+        Raises:
+            UsageError: The Trainer does not take the model, the data or an argument.
+            ReplicaError: The ranks have different data.
+        """
+        size, data = batch_examples(given["x"], given["batch_size"])
+        if isinstance(data, Iterator):
+            data = Replayable(data, before.has_trained)
+            given["x"] = data.again()
+        trainer = self._trainer_of(model, size)
+        trainer.seed = seed
+        taken = {name: given[name] for name in _OF_TRAINER}
+        self._notes.tell("fit", f"{self._rank.size} workers share each batch of {size}")
+        train = (as_inputs(data), given["y"], given["sample_weight"])
+        validation = given["validation_data"]
+        if given["validation_split"] and validation is None:
+            train, validation = split_arrays(*train, given["validation_split"])
+        shuffle = given["shuffle"]
+        if shuffle and self._seed.is_set and is_arrays(train[0]):
+            train, shuffle = (in_keras_order(train, size, shuffle), None, None), False
+        with synchronized(model):
+            return trainer.fit(*train, validation_data=validation, shuffle=bool(shuffle), **taken)
+
+    def _trainer_of(self, model: keras.Model, batch: int) -> Trainer:
+        """Return the model's Trainer; a new one if it was compiled again, or the batches have another size."""
+        adopted = vars(model).get(_NAME)
+        if adopted is None or adopted.batch != batch:
+            trainer = Trainer(
+                model,
+                global_batch_size=batch,
+                strategy=_ScriptsSeeds(),
+                jit_compile=bool(model.jit_compile),
+                run_eagerly=model.run_eagerly,
+                steps_per_execution=model.steps_per_execution,
+            )
+            adopted = vars(model)[_NAME] = _Adopted(trainer, batch)
+        return adopted.trainer
+
+    def _trained(self, model: keras.Model) -> Trainer | None:
+        """Return the Trainer that has trained a model, if all ranks are about to do the same."""
+        adopted = None if self.running else vars(model).get(_NAME)
+        return None if adopted is None else adopted.trainer
+
+    def _by_all(
+        self, original: Callable[..., Any], model: keras.Model, given: dict[str, Any]
+    ) -> Any:
+        """Train on all ranks alike, and take rank 0's result."""
+        callbacks = keras.tree.flatten(given["callbacks"] or [])
+        given = given | {"callbacks": on_this_rank(callbacks, self._rank.is_first)}
+        given.pop("self")
+        history = original(model, **given)
+        variables = [*model.variables, *(v for o in optimizers_of(model) for v in o.variables)]
+        broadcast_variables(unique(variables))
+        history.history = ALL_RANKS.exchange(_plain(history.history), "adopted_history")[0]
+        return history
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
+
+
+class _Before:
+    """A model before a Trainer prepared it, to be trained by Keras after all."""
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._trainer = vars(model).get(_NAME)
+        self._jit, self._eagerly = model.jit_compile, model.run_eagerly
+        self._steps = self._count()
+
+    def has_trained(self) -> bool:
+        """Whether a step was made since."""
+        return self._count() != self._steps
+
+    def restore(self) -> None:
+        """Undo what the Trainer changed."""
+        model = self._model
+        if vars(model).get(_NAME) is self._trainer:
+            return
+        del vars(model)[_NAME]
+        for optimizer in optimizers_of(model):
+            undistribute(optimizer)
+        if overridden(model, "compile"):
+            model.jit_compile, model.run_eagerly = self._jit, self._eagerly
+        else:
+            given = compile_config(model) | {"optimizer": model.optimizer}
+            model.compile(**given | {"jit_compile": self._jit, "run_eagerly": self._eagerly})
+
+    def _count(self) -> int:
+        return sum(int(inner_of(one).iterations) for one in optimizers_of(self._model))
+
+
+def as_inputs(x: Any) -> Any:
+    """Return the data of Keras's `x` for a Trainer, for which a tuple is (x, y)."""
+    return list(x) if isinstance(x, tuple) else x
+
+
+@contextlib.contextmanager
+def adopted_fits(rank: Rank, notes: Notes, folder: PrivateFolder) -> Iterator[AdoptedFits]:
+    """Lead the fits and evaluations of this block to Trainers."""
+    prepare_fit()  # Before fit is replaced here: it would show a Trainer callbacks of its own.
+    seed = ScriptsSeed()
+    fits = AdoptedFits(rank, notes, folder, seed)
+    with (
+        seed.watched(),
+        _led(keras.Model, "fit", fits.fit),
+        _led(keras.Model, "evaluate", fits.evaluate),
+        # Of the class that defines it, as Keras looks whether a model's class overrides it.
+        _led(BaseTrainer, "compile", _compiled_anew),
+    ):
+        yield fits
+
+
+def _compiled_anew(
+    original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+) -> Any:
+    vars(model).pop(_NAME, None)
+    return original(model, *args, **kwargs)
+
+
+def _led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def led(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    return mock.patch.object(owner, name, led)
+
+
+def _plain(history: dict[str, list[Any]]) -> dict[str, list[float]]:
+    return {name: [float(value) for value in values] for name, values in history.items()}

@@ -1,0 +1,156 @@
+"""A folder of its own for each rank but the first, in which a script finds the user's files and writes its own.
+
+It holds the folders of the user's working folder again, and links in place of the files. Names made, replaced or
+removed in it change nothing of the user's; a file that is opened for writing through its link becomes a copy first. So
+ranks that run the same script neither write the same file nor wait for each other. Paths outside of the working folder
+are the user's on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import h5py
+import tensorflow as tf
+from tensorflow.python.lib.io import file_io
+
+from hvdtrain.collectives.consistency import any_rank
+from hvdtrain.runtime import Rank
+
+MOST_ENTRIES = 20_000
+"""Files and folders that are looked at, breadth first; a folder beyond them is a link."""
+_LINKED = {".git", ".hvdtrain", ".venv", "__pycache__", "node_modules", "venv"}
+"""Folders in which a training writes nothing."""
+_WRITING = os.O_WRONLY | os.O_RDWR
+
+
+class PrivateFolder:
+    """The working folder of a rank.
+
+    Args:
+        users: The user's working folder.
+        own: The folder in which this rank works instead; None for the first rank, which works in the user's.
+    """
+
+    def __init__(self, users: Path, own: Path | None) -> None:
+        self._users = users
+        self._own = own
+
+    def refresh(self) -> None:
+        """Show what rank 0 has written so far: the checkpoints of a fit, for example. A collective."""
+        if self._own is not None:
+            mirror(self._users, self._own)
+        # Rank 0 waits, so that what it writes next is not among it.
+        any_rank(False, "adopted_folder")
+
+    def own_file(self, path: Any, truncated: bool) -> None:
+        """Before `path` is opened for writing: put a file of this rank's own in place of a link to the user's.
+
+        Args:
+            path: What is opened; anything but a link in this folder stays as it is.
+            truncated: Whether its contents will be dropped.
+        """
+        if self._own is None or not isinstance(path, str | bytes | os.PathLike):
+            return
+        name = Path(os.fsdecode(path))
+        name = name.parent.resolve() / name.name
+        if self._own not in name.parents or not name.is_symlink():
+            return
+        users = name.resolve()
+        name.unlink()
+        if users.is_file():
+            if truncated:
+                name.touch()
+            else:
+                shutil.copyfile(users, name)
+
+
+@contextlib.contextmanager
+def private_folder(rank: Rank) -> Iterator[PrivateFolder]:
+    """Yield the folder of `rank`, in which this process works in this block, and remove it afterwards."""
+    users = Path.cwd()
+    if rank.is_first:
+        yield PrivateFolder(users, None)
+        return
+    own = Path(tempfile.mkdtemp(prefix="hvdtrain-adopt-")).resolve()
+    folder = PrivateFolder(users, own)
+    try:
+        mirror(users, own)
+        os.chdir(own)
+        with _watching(folder):
+            yield folder
+    finally:
+        os.chdir(users)
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def mirror(users: Path, own: Path) -> None:
+    """Make the folders below `users` below `own` too, with links to the files, unless something is there."""
+    waiting, entries = deque([Path()]), 0
+    while waiting:
+        folder = waiting.popleft()
+        with contextlib.suppress(OSError), os.scandir(users / folder) as found:
+            for entry in found:
+                entries += 1
+                here = own / folder / entry.name
+                is_folder = entry.is_dir(follow_symlinks=False) and entry.name not in _LINKED
+                if is_folder and entries <= MOST_ENTRIES:
+                    if here.is_symlink() or (here.exists() and not here.is_dir()):
+                        continue
+                    here.mkdir(exist_ok=True)
+                    waiting.append(folder / entry.name)
+                elif not os.path.lexists(here):
+                    here.symlink_to(entry.path)
+
+
+@contextlib.contextmanager
+def _watching(folder: PrivateFolder) -> Iterator[None]:
+    """Call `folder.own_file` before a file is opened for writing in this block."""
+    watched = [True]
+
+    def opened(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and watched:
+            path, _, flags = arguments
+            if flags is not None and flags & _WRITING and not flags & os.O_EXCL:
+                folder.own_file(path, bool(flags & os.O_TRUNC))
+
+    sys.addaudithook(opened)  # Hears Python's own functions, and stays until the process ends.
+    with (
+        mock.patch.object(h5py.File, "__init__", _owning(h5py.File.__init__, folder, "r")),
+        mock.patch.object(
+            file_io.FileIO, "__init__", _owning(file_io.FileIO.__init__, folder, "r")
+        ),
+        mock.patch.object(
+            tf.io.TFRecordWriter, "__init__", _owning(tf.io.TFRecordWriter.__init__, folder, "w")
+        ),
+    ):
+        try:
+            yield
+        finally:
+            watched.clear()
+
+
+def _owning(
+    initialize: Callable[..., None], folder: PrivateFolder, default: str
+) -> Callable[..., None]:
+    """Return the `__init__` of a class that opens a file in C++: (self, name, mode=default, ...)."""
+
+    @functools.wraps(initialize)
+    def opening(self: Any, name: Any, *args: Any, **kwargs: Any) -> None:
+        given = [*args[:1], kwargs.get("mode"), default]
+        mode = next(one for one in given if isinstance(one, str))
+        if not mode.startswith("r") or "+" in mode:
+            folder.own_file(name, mode.startswith("w"))
+        initialize(self, name, *args, **kwargs)
+
+    return opening

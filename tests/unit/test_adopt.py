@@ -1,0 +1,269 @@
+"""`hvdtrain run --adopt`: what a rank does to a script's files, batches and seeds, as far as one process shows it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.adopt.batches import Replayable, batch_examples
+from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
+from hvdtrain.adopt.private_folder import MOST_ENTRIES, PrivateFolder, mirror, private_folder
+from hvdtrain.adopt.random_maps import random_maps_in_order
+from hvdtrain.errors import UsageError
+from hvdtrain.runtime import Rank, init
+
+SECOND = Rank(1, 2, 1, 2)
+NUMBERS = np.arange(10.0)[:, None]
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "user's"
+    (folder / "data" / "deep").mkdir(parents=True)
+    (folder / "data" / "deep" / "table.csv").write_text("a,b\n")
+    (folder / "log.txt").write_text("first\n")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def private(users: Path) -> Iterator[PrivateFolder]:
+    init()
+    with private_folder(SECOND) as folder:
+        yield folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_rank_reads_the_users_files(users: Path, private: PrivateFolder) -> None:
+    assert Path.cwd() != users
+    assert contents(Path.cwd()) == contents(users)
+    assert Path("data/deep/table.csv").read_text() == "a,b\n"
+
+
+def opened(mode: str) -> None:
+    with Path("log.txt").open(mode) as file:
+        file.write("more")
+
+
+WRITES = {
+    "write": lambda: Path("log.txt").write_text("mine"),
+    "append": lambda: opened("a"),
+    "update": lambda: opened("r+"),
+    "os.open": lambda: os.close(os.open("log.txt", os.O_WRONLY)),
+    "os.open, emptied": lambda: os.close(os.open("log.txt", os.O_WRONLY | os.O_TRUNC)),
+    "np.save": lambda: np.savez("log.txt", NUMBERS),
+    "remove": lambda: Path("log.txt").unlink(),
+    "replace": lambda: Path("new").write_text("x") and Path("new").replace("log.txt"),
+    "h5py": lambda: h5py.File("log.txt", "w").close(),
+    "gfile": lambda: (
+        tf.io.write_file("other", "x") and tf.io.gfile.GFile("log.txt", "w").write("y")
+    ),
+    "TFRecord": lambda: tf.io.TFRecordWriter("log.txt").close(),
+    "mkdir": lambda: Path("out").mkdir(),
+    "in a folder": lambda: Path("data/deep/new.csv").write_text("x"),
+    "through a parent": lambda: Path("data/../log.txt").write_text("mine"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_a_rank_writes_is_its_own(users: Path, private: PrivateFolder, write: Any) -> None:
+    before, names = contents(users), sorted(users.rglob("*"))
+    own = {path: path.lstat() for path in Path.cwd().rglob("*")}
+    write()
+    assert contents(users) == before and sorted(users.rglob("*")) == names
+    assert {path: path.lstat() for path in Path.cwd().rglob("*")} != own
+
+
+def test_a_file_that_is_appended_to_keeps_its_lines(users: Path, private: PrivateFolder) -> None:
+    with Path("log.txt").open("a") as file:
+        file.write("second\n")
+    assert Path("log.txt").read_text() == "first\nsecond\n"
+
+
+def test_a_file_that_exists_is_not_created(users: Path, private: PrivateFolder) -> None:
+    with pytest.raises(FileExistsError):
+        opened("x")
+    assert Path("log.txt").read_text() == "first\n"
+
+
+def test_a_file_of_a_linked_h5_is_read_through_the_link(
+    users: Path, private: PrivateFolder
+) -> None:
+    with h5py.File(users / "a.h5", "w") as file:
+        file["x"] = NUMBERS
+    private.refresh()
+    with h5py.File("a.h5") as file:
+        assert np.array_equal(file["x"], NUMBERS)
+    assert Path("a.h5").is_symlink()
+
+
+def test_refresh_shows_what_rank_0_wrote_and_keeps_what_this_rank_wrote(
+    users: Path, private: PrivateFolder
+) -> None:
+    Path("log.txt").write_text("mine")
+    Path("best").write_text("a file here")
+    (users / "checkpoints").mkdir()
+    (users / "checkpoints" / "best.keras").write_text("model")
+    (users / "best").mkdir()
+    (users / "best" / "x").write_text("a folder there")
+    private.refresh()
+    assert Path("checkpoints/best.keras").read_text() == "model"
+    assert (Path("log.txt").read_text(), Path("best").read_text()) == ("mine", "a file here")
+
+
+def test_a_private_folder_ends_with_its_block(users: Path) -> None:
+    with private_folder(SECOND):
+        own = Path.cwd()
+        Path("x").write_text("x")
+    assert not own.exists() and Path.cwd() == users
+    assert set(contents(users)) == {"log.txt", "data/deep/table.csv"}
+
+
+def test_the_first_rank_works_in_the_users_folder(users: Path) -> None:
+    with private_folder(Rank(0, 2, 0, 2)) as folder:
+        Path("log.txt").write_text("mine")
+        folder.own_file("log.txt", truncated=True)
+    assert (users / "log.txt").read_text() == "mine"
+
+
+def test_folders_beyond_the_limit_are_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MOST_ENTRIES == 20_000
+    monkeypatch.setattr("hvdtrain.adopt.private_folder.MOST_ENTRIES", 2)
+    for name in "abc":
+        (tmp_path / "user" / name).mkdir(parents=True)
+    (tmp_path / "own").mkdir()
+    mirror(tmp_path / "user", tmp_path / "own")
+    assert sorted(p.is_symlink() for p in (tmp_path / "own").iterdir()) == [False, False, True]
+
+
+DATASET = tf.data.Dataset.from_tensor_slices((NUMBERS, NUMBERS))
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return NUMBERS[:7], NUMBERS[:7]
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "size"),
+    [
+        (NUMBERS, None, 32),
+        (NUMBERS, 5, 5),
+        (DATASET.batch(3), None, 3),
+        (DATASET.batch(4, drop_remainder=True).prefetch(1), None, 4),
+        (DATASET.shuffle(5).batch(6).map(lambda x, y: (x + 1, y)).repeat(), None, 6),
+        (Batches(), None, 7),
+        (([NUMBERS[:8], NUMBERS[:8]] for _ in range(3)), None, 8),
+        ((({"a": NUMBERS[:2]}, NUMBERS[:2]) for _ in range(3)), None, 2),
+    ],
+)
+def test_the_global_batch_is_that_of_the_script(data: Any, given: int | None, size: int) -> None:
+    assert batch_examples(data, given)[0] == size
+
+
+def test_nothing_of_a_generator_is_lost() -> None:
+    _, again = batch_examples(([NUMBERS[:n]] for n in (1, 2, 3)), None)
+    assert [len(batch[0]) for batch in again] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (DATASET, "not batched"),
+        (iter(()), "yields nothing"),
+        (iter([1.0]), "no arrays"),
+        (DATASET.batch(3).concatenate(DATASET.batch(4)), "batch size of the tf.data.Dataset"),
+    ],
+)
+def test_unknown_batches(data: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        batch_examples(data, None)
+
+
+def test_what_was_read_before_the_training_comes_again() -> None:
+    begun: list[bool] = []
+    numbers = Replayable(iter(range(6)), lambda: bool(begun))
+    assert list(itertools.islice(numbers, 3)) == [0, 1, 2]
+    assert list(itertools.islice(numbers.again(), 4)) == [0, 1, 2, 3]
+    trained = Replayable(iter(range(6)), lambda: bool(begun))
+    next(trained)
+    begun.append(True)
+    assert list(itertools.islice(trained, 2)) == [1, 2]
+    assert list(trained.again()) == [3, 4, 5]
+
+
+class Seen(keras.Model):
+    """Notes the examples of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.seen: list[float] = []
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        tf.py_function(lambda x: self.seen.extend(x.numpy().ravel()), [data[0]], [])
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+def test_the_order_of_the_examples_is_kerass(shuffle: Any) -> None:
+    keras.utils.set_random_seed(3)
+    model = Seen()
+    model.compile("sgd", "mse")
+    model.fit(NUMBERS, NUMBERS, batch_size=4, epochs=3, verbose=0, shuffle=shuffle)
+    x, y, weights = in_keras_order((NUMBERS, -NUMBERS, NUMBERS[:, 0] * 2), 4, shuffle)
+    assert model.seen == list(x.ravel()) * 3 != list(NUMBERS.ravel()) * 3
+    assert np.array_equal(-x, y) and np.array_equal(2 * x[:, 0], weights)
+
+
+def test_a_script_sets_its_seed() -> None:
+    seed = ScriptsSeed()
+    with seed.watched():
+        assert not seed.is_set
+        keras.utils.set_random_seed(1)
+    assert seed.is_set
+
+
+@pytest.mark.parametrize("threads", [None, tf.data.AUTOTUNE, 4])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x + tf.random.uniform([], dtype=tf.double),
+        lambda x: tf.numpy_function(lambda v: v + np.random.rand(), [x], tf.double),
+    ],
+)
+def test_random_maps_yield_the_same_on_all_ranks(threads: int | None, draw: Any) -> None:
+    found = []
+    for _ in range(3):
+        keras.utils.set_random_seed(5)
+        with random_maps_in_order():
+            data = tf.data.Dataset.range(300).map(lambda x: tf.cast(x, tf.double))
+            data = data.map(draw, num_parallel_calls=threads)
+        found.append([float(x) for x in data])
+    assert found[0] == found[1] == found[2]
+
+
+def test_other_maps_stay_parallel() -> None:
+    with random_maps_in_order():
+        data = tf.data.Dataset.range(3).map(lambda x: x + 1, num_parallel_calls=2)
+    assert type(data).__name__ == "_ParallelMapDataset"
