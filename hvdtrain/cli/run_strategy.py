@@ -67,7 +67,7 @@ def other_launch(
     program = program_of(
         values["script"], values["arguments"] or (), module=bool(values.get("module"))
     )
-    if program.kind == "script":
+    if program.is_script:
         check_script(program.name)
     for option in options_of(LaunchPlan):
         if option.field in allowed:

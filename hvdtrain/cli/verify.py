@@ -15,7 +15,7 @@ from hvdtrain.cli.bench_options import CONTROLLER, launcher
 from hvdtrain.errors import EngineError
 from hvdtrain.launch.rank_program import Program, rank_command
 from hvdtrain.launch.running.timed_command import ending_commands, run
-from hvdtrain.verify.recorded_run import BACKWARDS, FORWARDS
+from hvdtrain.verify.recorded_run import ADOPTED, AS_IS, BACKWARDS, FORWARDS
 
 _RUNS = ("one", "reordered", "several")
 _LINES = 20
@@ -37,13 +37,16 @@ _SHOWN = 3
     "--timeout", type=click.IntRange(1), default=600, show_default=True, metavar="SECONDS",
     help="Time limit of each of the three runs.",
 )  # fmt: skip
+@click.option(
+    "--adopt", is_flag=True, help="SCRIPT is an ordinary Keras script, as for hvdtrain run --adopt."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def verify(
-    context: click.Context, np: int, steps: int, controller: str, timeout: int, as_json: bool, script: Path,
-    arguments: tuple[str, ...],
+    context: click.Context, np: int, steps: int, controller: str, timeout: int, adopt: bool, as_json: bool,
+    script: Path, arguments: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Check that SCRIPT trains on N workers as on one: examples, losses, metrics, weights, optimizer.
 
@@ -58,7 +61,8 @@ def verify(
             click.echo(f"{_title(name, np)}: {steps} steps of {script}", err=True)
             Path(folder, name).mkdir()
             order = BACKWARDS if name == "reordered" else FORWARDS
-            words = (str(Path(folder, name)), str(steps), order, str(script), *arguments)
+            kind = ADOPTED if adopt else AS_IS
+            words = (str(Path(folder, name)), str(steps), order, kind, str(script), *arguments)
             _run(_command(np if name == "several" else 1, controller, words), name, np, timeout)
         found = _findings(Path(folder))
     if as_json:

@@ -80,7 +80,7 @@ MUTUALLY_EXCLUSIVE = {
 
 def check(plan: LaunchPlan) -> None:
     """Check that all options of `plan` are valid. Raises UsageError for the first that is not."""
-    if plan.program.kind == "script":
+    if plan.program.is_script:
         check_script(plan.program.name)
     for option in options_of(plan):
         check_bounds(option, getattr(plan, option.field))

@@ -51,6 +51,11 @@ class Program:
     python: str = sys.executable
     python_options: tuple[str, ...] = ()
 
+    @property
+    def is_script(self) -> bool:
+        """Whether the name is the path of a Python script."""
+        return self.kind in {"script", "adopted"}
+
 
 def rank_command(program: Program) -> list[str]:
     """Return the command of a rank, which runs the program under `hvdtrain.worker`."""

@@ -56,7 +56,8 @@ from hvdtrain.worker.secret_files import delivered
 CLEAN_UP_SECONDS = 1.0
 MODULE, PROGRAM = "-m", "--program"
 _RUNNER = str(Path(__file__).with_name("function_rank.py"))
-OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>", _RUNNER}
+_ADOPTER = str(Path(__file__).parents[1] / "adopt" / "__main__.py")
+OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>", _RUNNER, _ADOPTER}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from click.testing import CliRunner
 
 from hvdtrain.adopt.batches import Replayable, batch_examples
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.private_folder import MOST_ENTRIES, PrivateFolder, mirror, private_folder
 from hvdtrain.adopt.random_maps import random_maps_in_order
+from hvdtrain.cli.command_table import main
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.rank_program import program_of, rank_command
 from hvdtrain.runtime import Rank, init
 
 SECOND = Rank(1, 2, 1, 2)
@@ -267,3 +271,27 @@ def test_other_maps_stay_parallel() -> None:
     with random_maps_in_order():
         data = tf.data.Dataset.range(3).map(lambda x: x + 1, num_parallel_calls=2)
     assert type(data).__name__ == "_ParallelMapDataset"
+
+
+def test_the_command_of_a_rank(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    program = program_of(script, ["--epochs", "3"], adopt=True)
+    words = ["-P", "-m", "hvdtrain.worker", "-m", "hvdtrain.adopt", str(script), "--epochs", "3"]
+    assert rank_command(program) == [sys.executable, *words]
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-m", "package.train"], "package.train is a module"),
+        (["bash", "job.sh"], "bash is a program"),
+        (["missing.py"], "missing.py"),
+        (["--strategy", "tpu", "missing.py"], ""),
+    ],
+)
+def test_what_cannot_be_adopted(command: str, words: list[str], message: str) -> None:
+    options = ["-np", "2"] if command != "submit" and "tpu" not in words else []
+    done = CliRunner().invoke(main, [command, "--dry-run", *options, "--adopt", *words])
+    assert done.exit_code == 2 and "Error" in done.output and message in done.output

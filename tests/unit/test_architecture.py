@@ -50,7 +50,7 @@ ALLOWED = {
     "starters": set(),
     "estimate": TRAIN | {"strategies", "parallel"},
     "adopt": TRAIN | {"strategies"},
-    "verify": TRAIN | {"strategies", "checkpoint", "trackers"},
+    "verify": TRAIN | {"strategies", "checkpoint", "trackers", "adopt"},
     "report": set(),
     "cli": LAUNCH | {"install", "bench", "doctor", "report", "view", "starters", "verify"},
     "start": LAUNCH,

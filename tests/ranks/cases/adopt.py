@@ -1,0 +1,106 @@
+"""Scripts of strangers, run on all ranks as `hvdtrain run --adopt` does, beside one plain process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.trainers.trainer import Trainer as BaseTrainer
+from references import reference
+
+from hvdtrain.adopt.__main__ import run_adopted
+from hvdtrain.collectives.consistency import any_rank
+from hvdtrain.messages import logger
+from hvdtrain.worker.main_module import run_script
+
+SCRIPTS = Path(__file__).parents[1] / "adopted"
+
+
+def case_scripts() -> dict[str, Any]:
+    """Run each of SCRIPTS in a folder of its own; return its weights and files, and what it was told."""
+    found = {}
+    for name in os.environ["SCRIPTS"].split():
+        script, folder = SCRIPTS / f"{name}.py", Path(os.environ["FOLDER"], name)
+        folder.mkdir(exist_ok=True)
+        any_rank(False, "folder_is_there")
+        weights, told = _run(partial(run_adopted, str(script), []), folder)
+        any_rank(False, "all_have_ended")
+        one = reference(partial(_one_process, script), name=name, any_size=True)
+        found[name] = {
+            "weights": one.apart(weights, "weights", "relative"),
+            "files": _files(folder),
+            "told": told,
+        }
+    return found
+
+
+def _one_process(script: Path) -> dict[str, Any]:
+    folder = Path(os.environ["FOLDER"], f"plain {script.stem}")
+    folder.mkdir()
+    sys.argv = [str(script)]
+    weights, _ = _run(partial(run_script, str(script)), folder)
+    return {"weights": weights}
+
+
+def _run(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]], list[str]]:
+    """Run a script in `folder`; return the weights of the models that it compiled, and hvdtrain's messages."""
+    models: list[keras.Model] = []
+    compiling = BaseTrainer.compile
+
+    def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(model is known for known in models):
+            models.append(model)
+        return compiling(model, *args, **kwargs)
+
+    before, path, environment = Path.cwd(), list(sys.path), dict(os.environ)
+    keras.utils.set_random_seed(0)
+    os.chdir(folder)
+    try:
+        with (
+            mock.patch.object(BaseTrainer, "compile", noting),
+            _messages() as told,
+            contextlib.suppress(SystemExit),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            script()
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environment)
+        logging.getLogger().handlers.clear()
+        tf.config.run_functions_eagerly(False)
+        keras.config.set_dtype_policy("float32")
+    weights = [[np.asarray(weight) for weight in model.weights] for model in models]
+    keras.backend.clear_session()
+    return weights, told
+
+
+@contextlib.contextmanager
+def _messages() -> Iterator[list[str]]:
+    told: list[str] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        told.append(record.getMessage())
+        return False
+
+    logger().addFilter(hear)
+    try:
+        yield told
+    finally:
+        logger().removeFilter(hear)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
