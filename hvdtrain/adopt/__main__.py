@@ -43,6 +43,7 @@ def run_adopted(script: str, arguments: Sequence[str]) -> None:
     from hvdtrain.adopt.once import done_once
     from hvdtrain.adopt.private_folder import private_folder
     from hvdtrain.adopt.random_maps import random_maps_in_order
+    from hvdtrain.adopt.same_seeds import same_seeds
 
     with contextlib.ExitStack() as blocks:
         folder = blocks.enter_context(private_folder(rank))
@@ -50,6 +51,7 @@ def run_adopted(script: str, arguments: Sequence[str]) -> None:
             _become_silent(rank)
         notes = Notes(rank, str(Path(script).absolute()))
         blocks.enter_context(done_once(rank))
+        blocks.enter_context(same_seeds(SEED))
         blocks.enter_context(random_maps_in_order())
         fits = blocks.enter_context(adopted_fits(rank, notes, folder))
         blocks.enter_context(own_loops_noted(notes, fits))

@@ -30,7 +30,7 @@ from hvdtrain.keras.optimizer import undistribute
 from hvdtrain.keras.sync_batch_norm import synchronized
 from hvdtrain.keras.writers import on_this_rank, prepare_fit
 from hvdtrain.keras_internals.models import compile_config, optimizers_of, overridden
-from hvdtrain.keras_internals.optimizers import inner_of
+from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 from hvdtrain.keras_internals.variables import unique
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.horovod import HorovodStrategy
@@ -62,10 +62,17 @@ class _ScriptsSeeds(HorovodStrategy):
 
 @dataclass(frozen=True)
 class _Adopted:
-    """The Trainer of a model, and what it was made for."""
+    """What the ranks do with a model until it is compiled again.
 
-    trainer: Trainer
-    batch: int
+    Attributes:
+        trainer: Trainer that shares its batches; None if every rank trains on whole ones.
+        batch: Number of examples in a batch.
+        reason: Why there is no Trainer.
+    """
+
+    trainer: Trainer | None
+    batch: int = 0
+    reason: str = ""
 
 
 class AdoptedFits:
@@ -97,15 +104,19 @@ class AdoptedFits:
         seed = next(self._fits)
         with self._alone():
             before = _Before(model)
+            adopted = vars(model).get(_NAME)
             try:
+                if adopted is not None and adopted.reason:
+                    raise UsageError(adopted.reason)
                 history = self._shared(model, given, seed, before)
             except (UsageError, ReplicaError) as error:
                 if before.has_trained():
                     raise
                 before.restore()
+                reason = _reason(error)
+                vars(model)[_NAME] = _Adopted(None, reason=reason)
                 self._notes.tell(
-                    "fit",
-                    f"every worker trains on whole batches, no faster than one process: {error}",
+                    "fit", f"every worker trains on whole batches, no faster than one: {reason}"
                 )
                 history = self._by_all(original, model, given)
             self._folder.refresh()
@@ -144,7 +155,11 @@ class AdoptedFits:
         trainer = self._trainer_of(model, size)
         trainer.seed = seed
         taken = {name: given[name] for name in _OF_TRAINER}
-        self._notes.tell("fit", f"{self._rank.size} workers share each batch of {size}")
+        how = f"{self._rank.size} workers share each batch of {size}"
+        tells = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs: self._notes.tell("fit", how)
+        )
+        taken["callbacks"] = [tells, *keras.tree.flatten(given["callbacks"] or [])]
         train = (as_inputs(data), given["y"], given["sample_weight"])
         validation = given["validation_data"]
         if given["validation_split"] and validation is None:
@@ -158,17 +173,18 @@ class AdoptedFits:
     def _trainer_of(self, model: keras.Model, batch: int) -> Trainer:
         """Return the model's Trainer; a new one if it was compiled again, or the batches have another size."""
         adopted = vars(model).get(_NAME)
-        if adopted is None or adopted.batch != batch:
-            trainer = Trainer(
-                model,
-                global_batch_size=batch,
-                strategy=_ScriptsSeeds(),
-                jit_compile=bool(model.jit_compile),
-                run_eagerly=model.run_eagerly,
-                steps_per_execution=model.steps_per_execution,
-            )
-            adopted = vars(model)[_NAME] = _Adopted(trainer, batch)
-        return adopted.trainer
+        if adopted is not None and adopted.trainer is not None and adopted.batch == batch:
+            return adopted.trainer
+        trainer = Trainer(
+            model,
+            global_batch_size=batch,
+            strategy=_ScriptsSeeds(),
+            jit_compile=bool(model.jit_compile),
+            run_eagerly=model.run_eagerly,
+            steps_per_execution=model.steps_per_execution,
+        )
+        vars(model)[_NAME] = _Adopted(trainer, batch)
+        return trainer
 
     def _trained(self, model: keras.Model) -> Trainer | None:
         """Return the Trainer that has trained a model, if all ranks are about to do the same."""
@@ -202,7 +218,6 @@ class _Before:
 
     def __init__(self, model: keras.Model) -> None:
         self._model = model
-        self._trainer = vars(model).get(_NAME)
         self._jit, self._eagerly = model.jit_compile, model.run_eagerly
         self._steps = self._count()
 
@@ -213,10 +228,10 @@ class _Before:
     def restore(self) -> None:
         """Undo what the Trainer changed."""
         model = self._model
-        if vars(model).get(_NAME) is self._trainer:
+        distributed = [one for one in optimizers_of(model) if is_distributed(one)]
+        if not distributed:
             return
-        del vars(model)[_NAME]
-        for optimizer in optimizers_of(model):
+        for optimizer in distributed:
             undistribute(optimizer)
         if overridden(model, "compile"):
             model.jit_compile, model.run_eagerly = self._jit, self._eagerly
@@ -264,6 +279,13 @@ def _led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
         return replacement(original, self, *args, **kwargs)
 
     return mock.patch.object(owner, name, led)
+
+
+def _reason(error: Exception) -> str:
+    """Return why a Trainer does not train; what to do about it is not for a script that knows no Trainer."""
+    if isinstance(error, ReplicaError):
+        return f"{str(error).partition('. ')[0]} (random numbers without a seed?)"
+    return str(error)
 
 
 def _plain(history: dict[str, list[Any]]) -> dict[str, list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from hvdtrain.adopt.batches import Replayable, batch_examples
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.private_folder import MOST_ENTRIES, PrivateFolder, mirror, private_folder
 from hvdtrain.adopt.random_maps import random_maps_in_order
+from hvdtrain.adopt.same_seeds import same_seeds
 from hvdtrain.cli.command_table import main
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.rank_program import program_of, rank_command
@@ -246,6 +248,23 @@ def test_a_script_sets_its_seed() -> None:
         assert not seed.is_set
         keras.utils.set_random_seed(1)
     assert seed.is_set
+
+
+def draws() -> list[float]:
+    np.random.seed()
+    random.seed(None)
+    rngs = np.random.default_rng(), np.random.default_rng(seed=None), np.random.default_rng(7)
+    return [np.random.rand(), random.random(), *(rng.random() for rng in rngs)]
+
+
+def test_generators_without_a_seed_are_the_same_on_all_ranks() -> None:
+    found = []
+    for _ in range(2):
+        with same_seeds(0):
+            found.append(draws())
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 5
+    assert found[0][-1] == np.random.default_rng(7).random()
 
 
 @pytest.mark.parametrize("threads", [None, tf.data.AUTOTUNE, 4])
