@@ -48,12 +48,14 @@ def verify(
     context: click.Context, np: int, steps: int, controller: str, timeout: int, adopt: bool, as_json: bool,
     script: Path, arguments: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Check that SCRIPT trains on N workers as on one: examples, losses, metrics, weights, optimizer.
+    """Check that SCRIPT trains on N workers as it does on one.
 
-    SCRIPT runs three times up to its step K: on one worker, on one worker with the examples of each of a Trainer's
-    batches in the opposite order, which shows how far the order of sums explains a difference, and on N workers. A
-    Trainer neither resumes nor writes anything meanwhile; what SCRIPT itself writes, it writes. The exit code is 0 if
-    the runs are the same, else 1.
+    Runs SCRIPT three times, up to step K: on one worker, on one worker with the examples of each Trainer batch in
+    reverse order, and on N workers. Compares examples, losses, metrics, weights and optimizer state after each step.
+    The second run shows how much of a difference is due to the order of summation.
+
+    A Trainer neither resumes nor writes anything during these runs, but files that SCRIPT itself writes are written.
+    The exit code is 0 if the runs match, else 1.
     """
     context.with_resource(ending_commands())
     with tempfile.TemporaryDirectory(prefix="hvdtrain-verify-") as folder:
@@ -102,7 +104,7 @@ def _run(command: list[str], name: str, np: int, timeout: int) -> None:
 def _title(name: str, np: int) -> str:
     return {
         "one": "1 worker",
-        "reordered": "1 worker, batches in the opposite order",
+        "reordered": "1 worker, batches in reverse order",
         "several": f"{np} workers",
     }[name]
 
@@ -121,7 +123,7 @@ def _findings(folder: Path) -> dict[str, Any]:
     causes = [] if bad is None else likely_causes(one, reordered, several, bad)
     if short and bad is None:
         counts = [len(run.steps) - 1 for run in (one, several)]
-        causes = [f"The training has {counts[0]} steps on one worker and {counts[1]} on several."]
+        causes = [f"The script trains {counts[0]} steps on one worker and {counts[1]} on several."]
     rows = zip(one.steps, several.steps, steps, strict=False)
     return {
         "outcome": outcome,
@@ -144,7 +146,8 @@ def _findings(folder: Path) -> dict[str, Any]:
 
 def _lines(found: dict[str, Any], np: int) -> Iterator[str]:
     """The table, and the verdict in words."""
-    yield f"{'step':>4} {'examples':>8} {'loss, 1 worker':>15} {f'{np} workers':>12} {'difference':>11} {'by order':>9}"
+    heads = f"{'loss, 1 worker':>15} {f'{np} workers':>12} {'difference':>11} {'reordered':>9}"
+    yield f"{'step':>4} {'examples':>8} {heads}"
     for step in found["steps"][1:]:
         before, after = (f"{loss:.6g}" if loss is not None else "-" for loss in step["loss"])
         yield (
@@ -153,12 +156,12 @@ def _lines(found: dict[str, Any], np: int) -> Iterator[str]:
         )
     count = len(found["steps"]) - 1
     if found["outcome"] == "same":
-        yield f"same: {count} steps, and {np} workers differ from one as far as the order of sums explains"
+        yield f"same: over {count} steps, {np} workers differ from one only by the order of summation"
         return
     if found["outcome"] == "unclear":
         yield (
-            f"unclear: from step {found['step']} on, one worker differs from itself if the examples of a batch change "
-            "places"
+            f"unclear: from step {found['step']} on, the result on one worker depends on the order of the examples in "
+            "a batch"
         )
     elif found["step"] is None:
         yield "different"
@@ -173,7 +176,7 @@ def _difference(step: dict[str, Any]) -> Iterator[str]:
         yield f"  {step['other_examples']} of {step['examples']} examples of the batch"
     faults: Sequence[Any] = step["faults"]
     for name, gap, explained in faults[:_SHOWN]:
-        found = f"{gap:.1e} of its change" if gap < 1 else "by more than it changes"
-        yield f"  {name}: {found}; the order of sums explains {explained:.1e}"
+        found = f"{gap:.1e} of its change" if gap < 1 else "more than its change"
+        yield f"  {name}: {found}; the order of summation explains {explained:.1e}"
     if len(faults) > _SHOWN:
-        yield f"  and {len(faults) - _SHOWN} others"
+        yield f"  and {len(faults) - _SHOWN} more"

@@ -1,4 +1,4 @@
-"""Names what usually makes a run on several workers differ from one, as far as the recordings show it."""
+"""Names likely reasons why a run on several workers differs from one, as far as the recordings show them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def likely_causes(
 
     Args:
         one: Run on one worker.
-        reordered: The same with the examples of each batch in the opposite order.
+        reordered: The same with the examples of each batch in reverse order.
         several: Run on several workers.
         verdict: The comparison of that step.
     """
@@ -35,13 +35,13 @@ def _of_start(verdict: StepVerdict) -> Iterator[str]:
         return
     if verdict.outcome == "unclear":
         yield (
-            "Two runs on one worker begin with different weights: the script draws them without a seed. Pass the "
+            "Two runs on one worker start with different weights: the script initializes them without a seed. Pass the "
             "Trainer a function that builds the model, or call hvdtrain.init(seed=0) before building it."
         )
     else:
         yield (
-            "The weights differ before the first step: the script builds the model otherwise on several workers, or "
-            "draws other numbers before it."
+            "The weights differ before the first step: the script builds a different model on several workers, or "
+            "draws different random numbers before building it."
         )
 
 
@@ -56,8 +56,8 @@ def _of_data(
     )
     if mine != again:
         yield (
-            "Two runs on one worker read different examples: the data is drawn or shuffled without a seed. Give the "
-            "generators of the script a seed."
+            "Two runs on one worker read different examples: the data is generated or shuffled without a seed. Seed "
+            "the random generators of the script."
         )
     elif len(mine) != len(theirs):
         yield (
@@ -66,13 +66,13 @@ def _of_data(
         )
     elif sorted(mine) == sorted(theirs):
         yield (
-            "The examples of the batch are the same, in another order: the script shuffles by the rank or by the "
-            "number of workers."
+            "The batch contains the same examples in a different order: the script shuffles depending on the rank or "
+            "the number of workers."
         )
     else:
         yield (
-            "The workers together read other examples than one worker does: the script divides or draws its data by "
-            "the rank or by the number of workers."
+            "Together, the workers read different examples than one worker does: the script shards or generates its "
+            "data depending on the rank or the number of workers."
         )
 
 
@@ -89,14 +89,14 @@ def _of_rates(one: Recording, several: Recording, verdict: StepVerdict) -> Itera
         if before[name] != after[name]:
             yield (
                 f"The learning rate is {before[name]:g} on one worker and {after[name]:g} on several: "
-                "learning_rate_scaling, or the script, scales it."
+                "it is scaled by learning_rate_scaling or by the script."
             )
 
 
 def _of_settings(one: Recording, several: Recording) -> Iterator[str]:
     facts = several.facts
     if facts.get("sync") is not None:
-        yield f"sync={facts['sync']}: workers train alone between two rounds, which one worker does not."
+        yield f"sync={facts['sync']}: workers train independently between rounds, so they do not match one worker."
     # The Trainer itself warns of layers, losses and metrics that depend on the number of workers.
     known: Sequence[str] = one.facts.get("warnings", ())
     yield from (told for told in facts.get("warnings", ()) if told not in known)

@@ -70,7 +70,7 @@ class RecordedSteps:
     def __init__(self, loop: Loop, recorder: Recorder) -> None:
         if not isinstance(loop.strategy, HorovodStrategy):
             raise UsageError(
-                f"strategy {loop.strategy.name} cannot be verified: its state is not in the processes that train"
+                f"strategy {loop.strategy.name} cannot be verified: the training processes do not hold its state"
             )
         self._steps = loop.steps
         self._train = loop.steps.train

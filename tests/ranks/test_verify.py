@@ -20,7 +20,7 @@ DIFFERENT = {
     "scaled rate": "The learning rate is 0.01 on one worker and 0.02 on several",
     "rate of a callback": "The learning rate is 0.01 on one worker and 0.02 on several",
     "batch of the workers": "A step has 4 examples on one worker and 8 on several",
-    "data of the workers": "The workers together read other examples",
+    "data of the workers": "Together, the workers read different examples",
     "rounds": "sync=LocalSGD",
     "model.fit with a scaled rate": "The learning rate is 0.01 on one worker and 0.02 on several",
     "own loop without a reduction": "",

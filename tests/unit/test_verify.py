@@ -114,13 +114,13 @@ MORE = {n: rows + rows for n, rows in ROWS.items()}
     ("one", "reordered", "several", "outcome", "cause"),
     [
         ({}, {"examples": OTHER}, {}, "same", ""),
-        ({}, {"examples": OTHER}, {"examples": MORE}, "different", "drawn or shuffled without a seed"),
+        ({}, {"examples": OTHER}, {"examples": MORE}, "different", "generated or shuffled without a seed"),
         ({}, {}, {"examples": MORE}, "different", "A step has 6 examples on one worker and 12 on several"),
-        ({}, {}, {"examples": TURNED}, "different", "the same, in another order"),
-        ({}, {}, {"examples": OTHER}, "different", "read other examples"),
+        ({}, {}, {"examples": TURNED}, "different", "same examples in a different order"),
+        ({}, {}, {"examples": OTHER}, "different", "read different examples than one worker"),
         ({}, {}, {"change": {0: {RATE: np.array(0.02)}}}, "different", "0.01 on one worker and 0.02"),
-        ({}, {"change": {0: {"dense/kernel": KERNEL + 1}}}, {}, "unclear", "draws them without a seed"),
-        ({}, {}, {"change": {0: {"dense/kernel": KERNEL + 1}}}, "different", "builds the model otherwise"),
+        ({}, {"change": {0: {"dense/kernel": KERNEL + 1}}}, {}, "unclear", "initializes them without a seed"),
+        ({}, {}, {"change": {0: {"dense/kernel": KERNEL + 1}}}, "different", "builds a different model"),
         ({}, {"noise": 0.5}, {"warnings": ["dropout draws"]}, "unclear", "dropout draws"),
         ({"warnings": ["both"]}, {}, {"noise": 0.5, "warnings": ["both", "new"]}, "different", "new"),
         ({}, {}, {"noise": 0.5, "sync": "LocalSGD(every=2)"}, "different", "sync=LocalSGD(every=2)"),
@@ -208,7 +208,7 @@ def test_the_command(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["verify", "-np", "3", "--steps", "4", "train.py", "--epochs", "2"]
     done = CliRunner().invoke(main, words)
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[-1].startswith("same: 3 steps, and 3 workers differ")
+    assert done.stdout.splitlines()[-1].startswith("same: over 3 steps, 3 workers differ")
     for argv, order in zip(commands, ("forwards", "backwards", "forwards"), strict=True):
         assert argv[-5:] == ["4", order, "train.py", "--epochs", "2"]
     assert ["-np" in argv for argv in commands] == [False, False, True]
