@@ -1,4 +1,4 @@
-"""`hvdtrain estimate`: estimate the memory and traffic of a training before it runs."""
+"""`hvdtrain estimate`: estimate the memory and traffic of a training run in advance."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ from hvdtrain.rank_variables import is_rank_variable
 )  # fmt: skip
 @click.option(
     "--ranks-per-host", type=click.IntRange(1), metavar="N",
-    help="Workers that share one host's memory.  [default: all]",
+    help="Number of workers that share the memory of a host.  [default: all]",
 )  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, sizes in bytes.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes."
+)
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def estimate(
     np: int, ranks_per_host: int | None, as_json: bool, script: Path, arguments: tuple[str, ...]
 ) -> None:
-    """Estimate the memory of each worker, and the bytes it sends in a step, before SCRIPT runs on N workers.
+    """Estimate the memory of each worker, and the bytes it sends per step, when SCRIPT runs on N workers.
 
-    One process runs SCRIPT as worker 0 would, up to its first Trainer.fit. It makes the model and the optimizer and
-    traces the training step, but trains nothing. What SCRIPT does before that happens: it reads its data, for example.
+    One process runs SCRIPT as worker 0 would, up to its first Trainer.fit. It builds the model and the optimizer and
+    traces the training step, but trains nothing. Everything that SCRIPT does before Trainer.fit is executed, such as
+    reading its data.
     """
     per_host = min(np, ranks_per_host or np)
     found = _run(np, per_host, script, arguments)
@@ -75,12 +78,12 @@ def _run(np: int, per_host: int, script: Path, arguments: tuple[str, ...]) -> di
 def _lines(found: Mapping[str, Any], np: int, per_host: int) -> Iterator[str]:
     memory = found["memory"]
     total = sum(memory.values())
-    yield f"Each of {np} workers, {found['examples']:,} examples a step (MB = 10^6 bytes):"
+    yield f"Each of {np} workers, {found['examples']:,} examples per step (MB = 10^6 bytes):"
     for name, size in memory.items():
         yield f"  {name:<16}{size / 1e6:>12,.1f} MB"
     yield f"  {'sum':<16}{total / 1e6:>12,.1f} MB"
     resident = found["resident"]
-    yield f"  {'program, data':<16}{resident / 1e6:>12,.1f} MB, as measured now, in main memory"
+    yield f"  {'program, data':<16}{resident / 1e6:>12,.1f} MB of main memory, measured in this process"
     whole = (total + resident) * per_host
     host = found["host"]["memory"]
     verdict = (
@@ -90,8 +93,8 @@ def _lines(found: Mapping[str, Any], np: int, per_host: int) -> Iterator[str]:
         f"Without GPUs, {per_host} on this host: {whole / 1e9:,.2f} of {host / 1e9:,.2f} GB of memory: {verdict}"
     )
     for kind, size in found["sent"].items():
-        yield f"Each worker sends {size / 1e6:,.2f} MB in a step by {kind}"
+        yield f"Each worker sends {size / 1e6:,.2f} MB per step by {kind}"
     if found["unknown_messages"]:
-        yield f"and {found['unknown_messages']} messages whose size depends on the data"
+        yield f"and {found['unknown_messages']} messages per step whose size depends on the data"
     if np > 1 and not found["messages"]:
-        yield "Nothing is sent in a step"
+        yield "The workers send nothing in a step"

@@ -57,7 +57,7 @@ def main() -> None:
     if Path(report).exists():  # The script caught the exception that was to end it.
         return
     print(
-        "Error: the script ended without a call of hvdtrain.Trainer's fit, whose step is what is estimated",
+        "Error: the script ended without calling fit on an hvdtrain.Trainer, the step of which is estimated",
         file=sys.stderr,
     )
     sys.exit(UsageError.exit_code)
@@ -82,8 +82,8 @@ def _stop_at_fit(engine: SimulatedHorovod, report: Path) -> None:
         if current_step() is not None:  # Traced to choose the number of micro-batches.
             return apply(*args, **kwargs)
         raise UsageError(
-            "The script trains before, or without, a call of hvdtrain.Trainer's fit, whose step is what is estimated. "
-            "model.fit and loops of your own cannot be estimated: build a Trainer of the same model to see its figures"
+            "The script trains without hvdtrain.Trainer.fit, or before calling it. Only the step of a Trainer can be "
+            "estimated, not model.fit or a custom loop: create a Trainer for the same model to see its figures"
         )
 
     Loop.fit = fit  # type: ignore[method-assign, assignment]
@@ -94,8 +94,8 @@ def only_stage(layout: Layout, position: Position) -> Runner:
     """Return the runner of micro-batches; raise UsageError if there are several stages."""
     if layout.mesh.pipeline > 1:
         raise UsageError(
-            "A pipeline cannot be estimated: its stages differ, and none has one graph for its step. Estimate the "
-            "model without it: a stage has its layers' part of weights, gradients and state"
+            "A pipeline cannot be estimated: its stages differ, and none of them runs its step as a single graph. "
+            "Estimate the model without it: a stage holds the weights, gradients and state of its own layers"
         )
     from hvdtrain.parallel.pipeline.stage_runner import StageRunner
 
@@ -121,10 +121,10 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
 
     if not isinstance(loop.steps, RankSteps | PipelineSteps):
         raise UsageError(
-            f"strategy {loop.strategy.name} cannot be estimated: its step is not one graph on each rank"
+            f"strategy {loop.strategy.name} cannot be estimated: its step is not a single graph on each rank"
         )
     if loop.model.run_eagerly:
-        raise UsageError("run_eagerly=True leaves no graph to estimate: leave it out")
+        raise UsageError("run_eagerly=True creates no graph to estimate: leave it out")
     part = loop.strategy.part
     begin, end = split(loop.record.config["global_batch_size"], part.index, part.count)
     micro_batches, kept = 1, 1

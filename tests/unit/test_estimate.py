@@ -172,5 +172,5 @@ def test_what_is_printed(
     assert shown.exit_code == 0, shown.output
     assert "sum                      8.0 MB" in shown.output
     assert f"4 on this host: 0.07 of {memory / 1e9:.2f} GB of memory: {says}\n" in shown.output
-    assert "sends 6.00 MB in a step by allreduce" in shown.output
-    assert "1 messages whose size" in shown.output
+    assert "sends 6.00 MB per step by allreduce" in shown.output
+    assert "1 messages per step whose size" in shown.output
