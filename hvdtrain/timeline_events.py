@@ -48,7 +48,7 @@ class Events:
                     raise self.refused(
                         "empty: Horovod writes with the first operation"
                         if not text.strip()
-                        else "not a timeline of Horovod, which is a JSON array of events"
+                        else "not a Horovod timeline, which is a JSON array of events"
                     )
                 while text:
                     more = file.read(PIECE)
@@ -86,5 +86,5 @@ class Events:
         self._in_a_row += 1
         if self._in_a_row > MOST_DAMAGED:
             raise self.refused(
-                f"not a timeline of Horovod: {MOST_DAMAGED:,} objects in a row are no events"
+                f"not a Horovod timeline: {MOST_DAMAGED:,} objects in a row are not events"
             )

@@ -1,4 +1,4 @@
-"""`hvdtrain report`: draw a page about runs."""
+"""`hvdtrain report`: write an HTML page about runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hvdtrain.replaced_files import replacing
     help="File to write.  [default: report.html in the run's folder, or here for several runs]",
 )  # fmt: skip
 def report(runs: Sequence[Path], output: Path | None) -> None:
-    """Draw one HTML page about RUNS, the folders that Trainers got as run_dir.
+    """Write one HTML page about RUNS, each the run_dir of a Trainer.
 
-    It shows metrics over steps and time, speed, learning rate, how long each worker kept the others waiting, events and
-    settings, with several runs in one chart. The page is one file without scripts. A run that has not ended can be
-    drawn as well. Needs matplotlib.
+    The page shows metrics over steps and time, speed, learning rate, how long each worker kept the others waiting,
+    events and settings; several runs share each chart. It is a single file without scripts. A run may still be in
+    progress. Requires matplotlib.
     """
     from hvdtrain.report.page import page
     from hvdtrain.report.run_record import read_run

@@ -1,4 +1,4 @@
-"""`hvdtrain timeline`: summarise Horovod's timeline."""
+"""`hvdtrain timeline`: summarize a Horovod timeline."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LONGEST_NAME = 48
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with all tensors.")
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="CHART",
-    help="Also draw the summary to a .png or .svg file. Needs matplotlib.",
+    help="Also draw the summary as a chart (.png or .svg). Requires matplotlib.",
 )  # fmt: skip
 def timeline(file: Path, as_json: bool, output: Path | None) -> None:
-    """Summarise FILE, which `hvdtrain run --timeline-filename FILE` has written.
+    """Summarize FILE, written by `hvdtrain run --timeline-filename FILE`.
 
-    It shows the time that tensors spend in negotiation, queues, copies and communication, how many of them travel
-    together, which rank the others wait for, and what to change. The run may have been killed. Times are those of
-    rank 0. The number of cycles needs --timeline-mark-cycles.
+    Shows how long tensors spend in negotiation, queues, copies and communication, how many are fused into one message,
+    which rank the others wait for, and what to change. Also reads the timeline of a run that was killed. Times are
+    those of rank 0. The number of cycles is shown only with --timeline-mark-cycles.
     """
     if output is not None:
         check_output(output)
@@ -42,7 +42,7 @@ def timeline(file: Path, as_json: bool, output: Path | None) -> None:
     for line in [*_whole(summary), "", *_table(summary), "", *advice(summary)]:
         click.echo(line)
     if output is not None:
-        click.echo(f"written: {output}")
+        click.echo(f"wrote {output}")
 
 
 def _whole(summary: Summary) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _whole(summary: Summary) -> Iterator[str]:
         if seconds:
             yield f"  {kind:<14}{seconds:>10.3f} s {_percent(seconds, summary):>6}"
     rest = summary.seconds - summary.in_flight
-    yield f"  {'none of them':<14}{rest:>10.3f} s {_percent(rest, summary):>6}"
+    yield f"  {'idle':<14}{rest:>10.3f} s {_percent(rest, summary):>6}"
     messages = sum(summary.messages.values())
     if messages:
         mean = sum(size * count for size, count in summary.messages.items()) / messages
@@ -74,12 +74,12 @@ def _whole(summary: Summary) -> Iterator[str]:
             for rank in shown
         )
         yield (
-            f"Last of {summary.ranks} ranks, in the {sum(summary.last.values()):,} negotiations that show all: {ranks}"
+            f"Last of {summary.ranks} ranks, in the {sum(summary.last.values()):,} negotiations with all ranks: {ranks}"
         )
     if summary.unfinished:
-        yield f"Operations that had not ended: {summary.unfinished:,}"
+        yield f"Unfinished operations: {summary.unfinished:,}"
     if summary.damaged:
-        yield f"Places in the file that could not be read: {summary.damaged:,}"
+        yield f"Unreadable places in the file: {summary.damaged:,}"
 
 
 def _table(summary: Summary) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _table(summary: Summary) -> Iterator[str]:
         )
     more = len(summary.tensors) - TENSORS_SHOWN
     if more > 0:
-        yield f"and {more:,} others: see --json"
+        yield f"{more:,} more tensors: see --json"
 
 
 def _percent(seconds: float, summary: Summary) -> str:

@@ -1,4 +1,4 @@
-"""`hvdtrain top`: watch a training from another terminal."""
+"""`hvdtrain top`: watch a training run from another terminal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ POLL_SECONDS = 1.0
 
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--once", is_flag=True, help="Print it once, also where there is no terminal.")
+@click.option(
+    "--once", is_flag=True, help="Print the current state once. The default without a terminal."
+)
 def top(run_dir: Path, once: bool) -> None:
-    """Watch the training whose Trainer got RUN_DIR as run_dir, until it ends.
+    """Watch the training run in RUN_DIR, a Trainer's run_dir, until it ends.
 
-    It shows what the training itself shows on a terminal: progress, time left, losses and metrics, speed, the slowest
-    worker and memory. A training that has ended is shown as it was at its end. Ctrl-C leaves it; the training goes on.
+    Shows what the run itself shows on a terminal: progress, time left, losses and metrics, speed, the slowest worker
+    and memory. For a run that has ended, shows its final state. Ctrl-C stops watching; the training continues.
     """
     from hvdtrain.report.run_record import read_run
     from hvdtrain.view.live_view import is_drawable, plain_line, render
@@ -59,4 +61,4 @@ def top(run_dir: Path, once: bool) -> None:
 def _state(run: RunRecord) -> str:
     if run.end or run.is_live:
         return run.state
-    return f"nothing has happened for {time.time() - run.clock:,.0f} s (killed?)"
+    return f"no activity for {time.time() - run.clock:,.0f} s (killed?)"

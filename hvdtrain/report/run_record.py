@@ -195,7 +195,7 @@ class RunRecord:
         """How the run ended, or whether it is running."""
         if self.end:
             return self.end
-        return "running" if self.is_live else "ended without a word (killed?)"
+        return "running" if self.is_live else "ended without notice (killed?)"
 
     def metrics(self) -> list[str]:
         """Return the names of losses and metrics, without those of validation; "loss" first."""
@@ -220,14 +220,14 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
         raise UsageError(
-            f"{folder} holds no run: {EVENTS} cannot be read ({error.strerror or error}). Name a folder that a Trainer "
-            "got as run_dir"
+            f"{folder} contains no run: {EVENTS} cannot be read ({error.strerror or error}). Pass the run_dir of a "
+            "Trainer"
         ) from error
     reader = RunReader(folder.resolve().name)
     for event in events_in(lines):
         reader.take(event)
     if not reader.workers:
-        raise UsageError(f"{path} holds no event: has the training begun?")
+        raise UsageError(f"{path} contains no events: has the training started?")
     return replace(reader.record(now), config=_config(folder / CONFIG))
 
 

@@ -107,10 +107,10 @@ def read_timeline(path: Path) -> Summary:
         if not tally.add(event):
             events.damaged += 1
         if len(tally.open) > _MOST_OPEN:
-            raise events.refused("not a timeline of Horovod: too many operations never end")
+            raise events.refused("not a Horovod timeline: too many operations never end")
     summary = tally.summary(events.damaged)
     if not summary.tensors:
-        raise UsageError(f"{path} holds no operation of Horovod")
+        raise UsageError(f"{path} contains no Horovod operations")
     return summary
 
 

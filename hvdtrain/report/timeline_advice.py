@@ -16,7 +16,7 @@ NOTICEABLE = 0.1
 def advice(summary: Summary) -> list[str]:
     """Return suggestions for the run, at most MOST sentences."""
     return list(islice(_rules(summary), MOST)) or [
-        f"Horovod was at work in {_share(summary.in_flight, summary)}, and no figure stands out: nothing to change."
+        f"Horovod was busy for {_share(summary.in_flight, summary)}, and no figure stands out: nothing to change."
     ]
 
 
@@ -33,7 +33,7 @@ def _rules(summary: Summary) -> Iterator[str]:
     ):
         yield (
             f"Rank {slowest} came last in {summary.last[slowest]:,} of {sum(summary.last.values()):,} negotiations, "
-            f"and the others waited {summary.waits[slowest]:.3g} s for it: look at its input, callbacks and host."
+            f"and the others waited {summary.waits[slowest]:.3g} s for it: check its input, callbacks and host."
         )
     elif negotiation >= 0.3 * whole:
         mean = sum(tensor.seconds[NEGOTIATION] for tensor in summary.tensors) / max(
@@ -46,28 +46,28 @@ def _rules(summary: Summary) -> Iterator[str]:
             )
         else:
             yield (
-                f"Negotiation takes {_share(negotiation, summary)}, on average {1e3 * mean:.3g} ms, and no rank is the "
-                "one that comes last: the ranks take turns at being slow (cores that they share, examples of "
-                "different lengths, input)."
+                f"Negotiation takes {_share(negotiation, summary)}, on average {1e3 * mean:.3g} ms, and no single rank "
+                "is usually the last: a different rank is slow each time (shared cores, examples of different "
+                "lengths, input)."
             )
     if copies >= max(NOTICEABLE * whole, 0.5 * communication):
         yield (
             f"Copies into and out of the fusion buffer take {copies:.3g} s, communication {communication:.3g} s: try a "
-            "smaller --fusion-threshold-mb; a tensor that travels alone is not copied."
+            "smaller --fusion-threshold-mb; a tensor that is not fused with others is not copied."
         )
     if communication >= 0.3 * whole and messages:
         mean_bytes = summary.bytes / messages
         if mean_bytes < 2**16:
             yield (
                 f"Communication takes {_share(communication, summary)} in {messages:,} messages of "
-                f"{mean_bytes / 1e3:.3g} kB on average: let more travel in one, with a longer --cycle-time-ms or "
-                "groups=1 of DistributedOptimizer."
+                f"{mean_bytes / 1e3:.3g} kB on average: fuse more tensors into each, with a longer --cycle-time-ms or "
+                "DistributedOptimizer(groups=1)."
             )
         else:
             yield (
                 f"Communication takes {_share(communication, summary)}, at {summary.bytes / communication / 1e9:.2g} "
-                "GB/s of tensors: send less, with compression=hvd.Compression.bf16 or gradients accumulated over "
-                "several steps, and compare hvdtrain bench collectives."
+                "GB/s: send less, with compression=hvd.Compression.bf16 or gradient accumulation, and compare with "
+                "hvdtrain bench collectives."
             )
 
 

@@ -48,7 +48,7 @@ def draw_timeline(summary: Summary, title: str, path: Path) -> None:
 
 def _draw_whole(axes: Axes, summary: Summary) -> None:
     """Draw the seconds in which at least one tensor was in an activity of each kind, and those with none."""
-    names = [*KINDS, "none of them"]
+    names = [*KINDS, "idle"]
     seconds = [*(summary.busy[kind] for kind in KINDS), summary.seconds - summary.in_flight]
     bars = axes.barh(names, seconds, color=[*COLOURS[: len(KINDS)], "#c4c4c4"])
     parts = [f"{100 * value / (summary.seconds or 1):.1f} %" for value in seconds]

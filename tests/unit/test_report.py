@@ -80,7 +80,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
 def test_a_killed_run_that_was_resumed_counts_what_it_trained_last(tmp_path: Path) -> None:
     run = Run(tmp_path).begin().epoch(1, loss=0.5).steps(2, 5, 10, loss=9.0)
     assert run.read().state == "running"
-    assert run.read(now=run.clock + 61).state == "ended without a word (killed?)"
+    assert run.read(now=run.clock + 61).state == "ended without notice (killed?)"
     run.clock += 3_600  # Nobody trained.
     run.workers = 3
     run.begin(epoch=2, step=6).steps(2, 10, loss=0.4).note("epoch", epoch=2, values={"loss": 0.3})
@@ -246,7 +246,7 @@ def test_the_command(tmp_path: Path) -> None:
         report, [run, str(tmp_path / "b" / "run"), "-o", output], catch_exceptions=False
     )
     assert f"{tmp_path}/b/run" in Path(output).read_text(), "runs of one name are told apart"
-    for folder, words in ((tmp_path, "holds no run"), (tmp_path / "none", "No such file")):
+    for folder, words in ((tmp_path, "contains no run"), (tmp_path / "none", "No such file")):
         with pytest.raises(UsageError, match=words):
             CliRunner().invoke(report, [str(folder)], catch_exceptions=False)
     with pytest.raises(HvdtrainError, match="cannot be written"):

@@ -168,7 +168,7 @@ def test_damage_is_passed_over_and_counted(tmp_path: Path) -> None:
     [
         ("", "is empty"),
         (" \n", "is empty"),
-        ("[]", "holds no operation"),
+        ("[]", "contains no Horovod operations"),
         ('{"traceEvents": []}', "not a timeline"),
         ("[" + 2000 * '{"a": 1},', "not a timeline"),
         ("[" + 5000 * '{"a":', "not a timeline"),
@@ -261,11 +261,11 @@ def nothing(file: Writer) -> None:
             long_cycles,
             ["on average 900 ms, about as long as a cycle of 1e+03 ms: try --cycle-time"],
         ),
-        (ranks_in_turns, ["take turns"]),
+        (ranks_in_turns, ["no single rank is usually the last"]),
         (copies, ["Copies into and out of the fusion buffer take 1 s", "GB/s of tensors"]),
         (small_messages, ["1 messages of 0.04 kB on average"]),
-        (much_to_send, ["Communication takes 1 of 1 s, at 0.001 GB/s of tensors: send less"]),
-        (nothing, ["Horovod was at work in 0.2 of 9.1 s, and no figure stands out"]),
+        (much_to_send, ["Communication takes 1 of 1 s, at 0.001 GB/s: send less"]),
+        (nothing, ["Horovod was busy for 0.2 of 9.1 s, and no figure stands out"]),
     ],
 )
 def test_advice(case: object, says: list[str], tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
     assert "communication      1.000 s 50.0 %" in shown.output
     assert "1 messages of 3 tensors and 3,000.0 kB on average" in shown.output
     assert (
-        "Last of 2 ranks, in the 1 negotiations that show all: rank 1 1 times (0.5 s)"
+        "Last of 2 ranks, in the 1 negotiations with all ranks: rank 1 1 times (0.5 s)"
         in shown.output
     )
     assert "longlong_end " in shown.output
@@ -316,7 +316,7 @@ def test_a_chart_shows_what_the_text_says(controller: str, tmp_path: Path) -> No
     path = tmp_path / "timeline.svg"
     file = RECORDED / f"{controller}.json"
     done = CliRunner().invoke(timeline, [str(file), "--output", str(path)])
-    assert (done.exit_code, f"written: {path}" in done.output) == (0, True)
+    assert (done.exit_code, f"wrote {path}" in done.output) == (0, True)
     drawn, summary = path.read_text(), read_timeline(file)
     # matplotlib draws text as paths, and keeps it in comments.
     for tensor in summary.tensors[:TENSORS_SHOWN]:
