@@ -1,4 +1,4 @@
-"""MLflow, through a client of its own: the script's active run stays as it is."""
+"""MLflow, through a separate client: the script's active run is not affected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MLflow:
         run_name: Name of the run. Default: that of the run_dir.
 
     Raises:
-        UsageError: If mlflow is not installed, or the URI holds a password.
+        UsageError: If mlflow is not installed, or the URI contains a password.
     """
 
     def __init__(

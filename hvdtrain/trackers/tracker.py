@@ -1,4 +1,4 @@
-"""What a tracker is: three methods, and what it is told about the run."""
+"""The interface of a tracker: three methods, and the facts about the run that it receives."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvdtrain.errors import UsageError
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a tracker is told about a run.
+    """Facts about a run that a tracker receives.
 
     Attributes:
         run_dir: Folder of the run; None if the Trainer has none.
-        id: What `start` has returned for this run before; None if the run is new.
+        id: Return value of an earlier `start` for this run; None if the run is new.
         config: Settings and versions, as in config.json. Settings may be nested.
         host: Name of rank 0's host.
     """
@@ -34,20 +34,20 @@ class RunFacts:
 
 
 class Tracker(Protocol):
-    """A tracker for `Trainer(trackers=[...])`; any class with these methods is one.
+    """Interface of a tracker for `Trainer(trackers=[...])`: any class with these methods.
 
-    The methods are called on rank 0 only, from a thread of the tracker's own, so that they may take time. A call that
-    raises an exception is repeated later, and calls after it wait.
+    The methods are called on rank 0 only, from a separate thread, so they may be slow. A call that raises an exception
+    is repeated later; subsequent calls wait for it.
     """
 
     def start(self, run: RunFacts) -> str | None:
-        """Begin `run`, or continue it if it has an id; return its id, which is kept in the run_dir."""
+        """Start `run`, or continue it if it has an id; return its id, which is stored in the run_dir."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record values by name.
 
         Args:
-            values: Values of an epoch, or, with names that begin with "step/", of steps within it.
+            values: Values of an epoch, or of steps within it if their names begin with "step/".
             step: Number of steps trained so far, over all epochs.
         """
 

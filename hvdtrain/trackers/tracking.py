@@ -59,7 +59,7 @@ class Tracking:
             trackers = [trackers]
         self._trackers = {type(one).__name__: one for one in map(_tracker, trackers)}
         if len(self._trackers) < len(trackers):
-            raise UsageError(f"trackers={trackers!r}: pass one of each class")
+            raise UsageError(f"trackers={trackers!r}: pass at most one of each class")
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._ids: dict[str, str] = {}  # Kept here as well: there may be no run_dir.
         self._writing = threading.Lock()
@@ -169,7 +169,7 @@ class _Feed:
         if self._problem is not None and not self._warned:
             self._warned = True
             warn_user(
-                f"{self._name}: {self._problem}. It may not get all values of this run; the training is not affected"
+                f"{self._name}: {self._problem}. It may lack some values of this run; training is not affected"
             )
 
 

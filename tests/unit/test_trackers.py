@@ -296,7 +296,7 @@ def test_status(how: str, status: str) -> None:
     ("trackers", "message"),
     [
         ("mlfow", r"trackers='mlfow': choose from .* Did you mean 'mlflow'\?"),
-        ([Kept(), Kept()], "pass one of each class"),
+        ([Kept(), Kept()], "pass at most one of each class"),
     ],
 )
 def test_wrong_trackers(trackers: Any, message: str) -> None:
