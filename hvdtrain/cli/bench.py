@@ -128,7 +128,9 @@ def peers(
         rate = rates[name]
         click.echo(f"  {WAYS[name].title:45} {rate:10,.0f}  {rate / rates['threads']:.2f}")
     if rates["threads"] >= max(rate for name, rate in rates.items() if WAYS[name].ours):
-        click.echo("one process on all cores is as fast here: train this network without workers")
+        click.echo(
+            "one process on all cores is at least as fast here: train this network without workers"
+        )
     bars = (Figure(WAYS[name].title, tuple(one[name] for one in done)) for name in names)
     finish(context, title, "examples/s", bars)
 
@@ -311,14 +313,14 @@ def slow_link(
     launch, chosen = launcher(controller, hosts=known, cycle_time_ms=20.0)
     ranks = sum(host.slots for host in known)
     title = announce(f"{ranks} workers on {len(known)} hosts over {chosen}, {task}, every={every}")
-    click.echo(line(("", "accuracy", "steps", "bytes/step", "seconds", "fewer bytes", "shorter")))
+    click.echo(line(("", "accuracy", "steps", "bytes/step", "seconds", "fewer bytes", "faster")))
     first: SlowTraining | None = None
     bars = []
     for one in measure_slow_link(task, ways or SYNC_WAYS, every, goal, launch, ranks):
         first = first or one
         cells = [one.way, f"{one.accuracy:.3f}", str(one.steps), f"{one.bytes / one.steps:,.0f}"]
-        less, shorter = first.bytes / one.bytes, first.seconds / one.seconds
-        click.echo(line((*cells, f"{one.seconds:.1f}", f"{less:.1f} x", f"{shorter:.1f} x")))
+        less, faster = first.bytes / one.bytes, first.seconds / one.seconds
+        click.echo(line((*cells, f"{one.seconds:.1f}", f"{less:.1f} x", f"{faster:.1f} x")))
         bars += [Figure(one.way, (one.bytes / one.steps,), "bytes per step")]
         bars += [Figure(one.way, (one.seconds,), f"seconds to accuracy {goal:g}")]
     finish(context, title, "", bars)

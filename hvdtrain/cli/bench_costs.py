@@ -138,7 +138,7 @@ def checkpoints(
 
     Each worker has one core. A checkpoint is written while the training continues; a step waits only until the state
     has been copied, which is compared with one copy in memory. A pass trains for 24 times --every steps: 20 seconds
-    of a small network; 10 minutes of the large one, or 2 minutes with --every 10.
+    for a small network; 10 minutes for the large one, or 2 minutes with --every 10.
     """
     launch, chosen = launcher(controller)
     title = announce(f"{model}, {np} workers over {chosen}, a checkpoint every {every} steps")

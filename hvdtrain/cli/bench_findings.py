@@ -56,11 +56,11 @@ def finish(
         x: Label of the horizontal axis of curves.
     """
     command = _again(context)
-    click.echo(f"again: {command}")
+    click.echo(f"to repeat: {command}")
     path = context.meta.get(_OUTPUT)
     if path is not None:
         Findings(title, unit, tuple(figures), command, x).write(path)
-        click.echo(f"written: {path}")
+        click.echo(f"wrote {path}")
 
 
 def _again(context: click.Context) -> str:

@@ -60,7 +60,7 @@ def test_json_has_every_pass_and_the_command(tmp_path: Path) -> None:
     path = tmp_path / "startup.json"
     done = CliRunner().invoke(bench, ["startup", "--passes", "2", "-o", str(path)])
     assert done.exit_code == 0, done.output
-    assert f"written: {path}" in done.output
+    assert f"wrote {path}" in done.output
     found = json.loads(path.read_text())
     assert [(one["series"], one["values"]) for one in found["figures"]] == [
         ("horovodrun", [3.0, 4.0]),
@@ -81,7 +81,7 @@ def test_json_has_every_pass_and_the_command(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused_at_once(name: str, said: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(bench, ["startup", "-o", str(tmp_path / name)])
     assert done.exit_code == 2 and said in done.output
-    assert "again:" not in done.output
+    assert "to repeat:" not in done.output
 
 
 def test_a_chart_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -95,4 +95,4 @@ def test_a_chart_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(builtins, "__import__", without)
     done = CliRunner().invoke(bench, ["startup", "-o", str(tmp_path / "chart.png")])
     assert "pip install matplotlib" in str(done.exception)
-    assert "again:" not in done.output
+    assert "to repeat:" not in done.output
