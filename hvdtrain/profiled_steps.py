@@ -42,10 +42,10 @@ def parse_steps(text: str) -> ProfiledSteps:
     steps = found and ProfiledSteps(int(found[1]), int(found[2] or int(found[1]) + STEPS - 1))
     if not steps or steps.last < steps.first:
         raise UsageError(
-            f"{text!r} are no steps to profile: expected FIRST-LAST, such as 100-110, or the first of {STEPS} steps"
+            f"{text!r} is not a range of steps: expected FIRST-LAST, such as 100-110, or the first of {STEPS} steps"
         )
     if steps.last - steps.first >= MOST_STEPS:
-        raise UsageError(f"{text} are too many steps to profile: at most {MOST_STEPS}")
+        raise UsageError(f"{text}: too many steps to profile, at most {MOST_STEPS}")
     return steps
 
 

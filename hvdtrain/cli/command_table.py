@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 EXIT_CODES = (
-    "Exit codes: 0 success; 1 run-time error; 2 usage error; 75 asked to stop, and saved; 124 the run hung; 130 ended "
-    "by Ctrl-C; 143 ended by SIGTERM, or because its output is no longer read; otherwise that of the worker that "
-    "failed first (128 + the signal's number if a signal ended it)."
+    "Exit codes: 0 success; 1 run-time error; 2 usage error; 75 saved and stopped on request; 124 the run hung; 130 "
+    "ended by Ctrl-C; 143 ended by SIGTERM, or because its output is no longer read; otherwise the exit code of the "
+    "worker that failed first (128 + the signal's number if a signal ended it)."
 )
 
 # A full disk or quota, the file size limit, a device that has gone.
@@ -48,7 +48,7 @@ COMMANDS = {
     ),
     "estimate": (
         "hvdtrain.cli.estimate:estimate",
-        "Estimate memory and traffic of a training before it runs.",
+        "Estimate the memory and traffic of a training run in advance.",
     ),
     "install-horovod": (
         "hvdtrain.cli.install_horovod:install_horovod",
@@ -57,7 +57,7 @@ COMMANDS = {
     "logs": ("hvdtrain.cli.logs:logs", "Show the output of a run, a Slurm job or a container."),
     "new": ("hvdtrain.cli.new:new", "Copy a training script and its configuration, to edit."),
     "ps": ("hvdtrain.cli.ps:ps", "List running jobs, with phase and step."),
-    "report": ("hvdtrain.cli.report:report", "Draw a page about training runs."),
+    "report": ("hvdtrain.cli.report:report", "Write an HTML report of training runs."),
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
     "stop": ("hvdtrain.cli.stop:stop", "End a run, a Slurm job or a container."),
     "strategies": (
@@ -65,9 +65,9 @@ COMMANDS = {
         "List the strategies and which of them work here.",
     ),
     "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
-    "timeline": ("hvdtrain.cli.timeline:timeline", "Summarize a timeline of Horovod's."),
-    "top": ("hvdtrain.cli.top:top", "Watch a training from another terminal."),
-    "verify": ("hvdtrain.cli.verify:verify", "Check that N workers train as one does."),
+    "timeline": ("hvdtrain.cli.timeline:timeline", "Summarize a Horovod timeline."),
+    "top": ("hvdtrain.cli.top:top", "Watch a training run from another terminal."),
+    "verify": ("hvdtrain.cli.verify:verify", "Check that N workers train like one."),
 }
 
 

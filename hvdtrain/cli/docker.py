@@ -48,8 +48,8 @@ CAP_SYS_RESOURCE = 24
 @click.command(cls=ThroughRun)
 @click.option(
     "--image", metavar="IMAGE",
-    help=f"Image built from docker/Dockerfile.*, or based on one of those.  [default: {GPU_IMAGE} " f"with "
-        f"GPUs, else {CPU_IMAGE}]",
+    help=f"Image built from docker/Dockerfile.*, or based on one of those.  [default: {GPU_IMAGE} with GPUs, else "
+    f"{CPU_IMAGE}]",
 )  # fmt: skip
 @click.option(
     "--engine", type=click.Choice(["auto", "docker", "podman"]), default="auto", show_default=True,
@@ -72,7 +72,7 @@ CAP_SYS_RESOURCE = 24
     help="Pass this environment variable to the container and all workers, by name. Those that begin with HVDTRAIN_, "
     "HOROVOD_, TF_, XLA_, NCCL_, UCX_ or OMPI_MCA_ are always passed. May be repeated.",
 )  # fmt: skip
-@click.option("--user", metavar="UID[:GID]", help="User in the container.  [default: you]")
+@click.option("--user", metavar="UID[:GID]", help="User in the container.  [default: yourself]")
 @click.option(
     "--ssh-keys", type=PATH, metavar="FOLDER",
     help="For several hosts: id_ed25519, authorized_keys and known_hosts, the same on all hosts. To create them: "
@@ -89,7 +89,7 @@ CAP_SYS_RESOURCE = 24
 )  # fmt: skip
 @click.option(
     "--docker-arg", "extra", multiple=True, metavar="ARGUMENT",
-    help="Pass another argument to docker run or podman run, such as --docker-arg=--cpus=4. May " "be repeated.",
+    help="Pass another argument to docker run or podman run, such as --docker-arg=--cpus=4. May be repeated.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the command; do not run it.")
 @click.pass_context
@@ -107,7 +107,7 @@ def docker(
     """
     part: RunPart = ctx.obj
     if sshd and part.words:
-        raise UsageError(f"--sshd runs no script: leave {' '.join(part.words)} out")
+        raise UsageError(f"--sshd does not run a script: leave {' '.join(part.words)} out")
     if gpus == "auto":
         gpus = "all" if Path("/proc/driver/nvidia/version").exists() else "none"
     names = passed_names(os.environ, env)

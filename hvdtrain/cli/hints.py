@@ -16,7 +16,7 @@ _OF_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_SSH_KEYS", "HVDTRAIN_S
 
 # Options of torchrun, accelerate and mpirun without a direct counterpart. Those with one are aliases of it (see
 # `hvdtrain.launch.option_types.Option.aliases`).
-_HOSTS = "-H NAME:SLOTS,... names the hosts; in Slurm, hvdtrain submit --nodes N asks for them"
+_HOSTS = "pass the hosts with -H NAME:SLOTS,...; in Slurm, request them with hvdtrain submit --nodes N"
 _ONCE = (
     "leave it out: start hvdtrain run once, on one host; it starts the workers and connects them"
 )
@@ -32,7 +32,7 @@ _INSTEAD = {
     **dict.fromkeys(("multi_gpu", "no_python"), "leave it out: hvdtrain run detects it"),
     "mixed_precision": "set it in the script: hvdtrain.Trainer(..., precision=...)",
     # For commands where it is not an alias of -np.
-    "gpus": "--gpus-per-node N asks Slurm for GPUs, -np N for workers",
+    "gpus": "--gpus-per-node N requests GPUs from Slurm, -np N sets the number of workers",
     "x": "--env NAME=VALUE, or --env NAME",
 }
 

@@ -110,8 +110,8 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 )  # fmt: skip
 @click.option(
     "--profile", type=Parsed("steps", ProfiledSteps, parse_steps), metavar="FIRST-LAST", cls=GroupedOption,
-    group="basic", help="Let hvdtrain.Trainer write profile.json.gz, a trace of these steps of all workers for "
-    f"https://ui.perfetto.dev: at most {MOST_STEPS} steps; FIRST alone: {STEPS}.",
+    group="basic", help="Make hvdtrain.Trainer write profile.json.gz, a trace of these steps on all workers, for "
+    f"https://ui.perfetto.dev. At most {MOST_STEPS} steps; FIRST alone means {STEPS} steps.",
 )  # fmt: skip
 @click.option(
     "--container", metavar="IMAGE", cls=GroupedOption, group="hosts",

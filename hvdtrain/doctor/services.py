@@ -174,7 +174,7 @@ def _engine_fix(name: str, said: str) -> str:
     if "no answer" in said:
         return f"restart it: systemctl restart {name}"
     if name == "podman":
-        return "podman info --log-level=debug says why; rootless: /etc/subuid must name you, then podman system migrate"
+        return "podman info --log-level=debug shows why; rootless: add yourself to /etc/subuid; podman system migrate"
     if "permission denied" in said.lower():
         return "sudo usermod -aG docker $USER, and log in again (or use podman)"
     return "start its daemon: sudo systemctl start docker (or use podman)"

@@ -38,9 +38,9 @@ def with_tuning(plan: LaunchPlan, say: Callable[[str], None]) -> LaunchPlan:
     found = read_log(log)
     if found is None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        say(f"--autotune: the values that Horovod finds are kept in {log}, for the next run")
+        say(f"--autotune: saving the values that Horovod finds to {log}, for the next run")
         return replace(plan, autotune_log_file=log)
-    say(f"--autotune: using the values that an earlier run found; remove {log} to tune again")
+    say(f"--autotune: using the values found by an earlier run; remove {log} to tune again")
     search = {one.name: None for one in fields(plan) if one.name.startswith(_SEARCH)}
     taken = {
         option.field: found[option.field]

@@ -125,7 +125,7 @@ class LaunchPlan:
 
     autotune: bool | None = option(
         "autotune", ("Let Horovod tune the options above that are not given. Later runs of the same script start with "
-                     "what was found."))
+                     "the values found."))
     autotune_log_file: Path | None = option(
         "autotune", "CSV file of the values tried and their scores; the last line is the best.", metavar="FILE",
         needs=("autotune",))

@@ -83,13 +83,13 @@ def _check_outputs(plan: LaunchPlan) -> None:
         ("--autotune-log-file", plan.autotune_log_file),
     ):
         if file is not None and file.is_dir():
-            raise UsageError(f"{option}: {file} is a folder: name a file")
+            raise UsageError(f"{option}: {file} is a folder: pass a file")
         if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
             raise UsageError(f"{option}: cannot write to the folder {file.parent}")
     folder = plan.output_filename
     if folder is not None:
         if folder.is_file():
-            raise UsageError(f"--output-filename: {folder} is a file: name a folder")
+            raise UsageError(f"--output-filename: {folder} is a file: pass a folder")
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         if not os.access(there, os.W_OK | os.X_OK):
             raise UsageError(f"--output-filename: cannot write to the folder {there}")
@@ -98,7 +98,7 @@ def _check_outputs(plan: LaunchPlan) -> None:
 def check_script(script: Path) -> None:
     """Check that a training script can be read. Raises UsageError if not."""
     if script.is_dir():
-        raise UsageError(f"{script} is a folder: name the training script")
+        raise UsageError(f"{script} is a folder: pass the training script")
     if not script.is_file():
         raise UsageError(f"no such script: {script} (in {Path.cwd()}){_meant(script)}")
     try:

@@ -233,7 +233,7 @@ def test_help_documents_the_exit_codes() -> None:
     for words in (
         f"{names.EXIT_FAILURE} run-time error",
         f"{names.EXIT_USAGE} usage error",
-        f"{names.EXIT_PREEMPTED} asked to stop, and saved",
+        f"{names.EXIT_PREEMPTED} saved and stopped on request",
         f"{names.EXIT_HANG} the run hung",
         f"{names.EXIT_INTERRUPTED} ended by Ctrl-C",
         f"{names.EXIT_TERMINATED} ended by SIGTERM",

@@ -144,10 +144,10 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
         ({"autotune": True, "autotune_gaussian_process_noise": 1.5}, "a number from 0 to 1"),
         ({"num_nccl_streams": 0}, "--num-nccl-streams 0"),
         ({"gloo_timeout_seconds": 0}, "--gloo-timeout-seconds 0: must be at least 1 second"),
-        ({"output_filename": Path(__file__)}, "is a file: name a folder"),
+        ({"output_filename": Path(__file__)}, "is a file: pass a folder"),
         ({"output_filename": Path("/dev/null/logs")}, "--output-filename: cannot write to the"),
         ({"timeline_filename": Path("/nowhere/t.json")}, "cannot write to the folder /nowhere"),
-        ({"timeline_filename": Path("/tmp")}, "--timeline-filename: /tmp is a folder: name a file"),
+        ({"timeline_filename": Path("/tmp")}, "--timeline-filename: /tmp is a folder: pass a file"),
         ({"autotune": True, "autotune_log_file": Path("/nowhere/a")}, "folder /nowhere"),
         # What would reach a shell.
         (

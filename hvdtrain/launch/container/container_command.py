@@ -109,7 +109,7 @@ class Container:
             check_name(name)
         if self.several_hosts and self.ssh_keys is None:
             raise UsageError(
-                "containers on several hosts reach each other by ssh and need keys: name their "
+                "containers on several hosts reach each other by ssh and need keys: pass their "
                 "folder with --ssh-keys (id_ed25519, authorized_keys, known_hosts, as in ~/.ssh; "
                 "the same on all hosts)"
             )

@@ -114,7 +114,7 @@ def check_image(engine: ContainerEngine, image: str) -> None:
         raise HvdtrainError(
             f"image {image} was not found. Build it once, in hvdtrain's source folder:\n"
             f"  {engine.name} build {podman}--file {_DOCKERFILES[image]} --tag {image} .\n"
-            "or name another with --image"
+            "or choose another with --image"
         ) from None
 
 

@@ -94,7 +94,7 @@ def number_of_workers(workers: int | None, servers: int, hosts: Sequence[Host]) 
     if slots > servers:
         return slots - servers
     raise UsageError(
-        "the number of workers is missing: add --workers N, or name hosts with slots for them with -H"
+        "the number of workers is missing: add --workers N, or pass hosts with enough slots with -H"
     )
 
 
