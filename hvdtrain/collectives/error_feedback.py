@@ -176,7 +176,7 @@ def refuse_lossy(compression: Any, where: str) -> None:
     """Raise UsageError if `compression` works only with a DistributedOptimizer."""
     if isinstance(compression, Lossy):
         raise UsageError(
-            f"{where}: compression={compression!r} remembers what it has not sent, and so works only with "
+            f"{where}: compression={compression!r} carries its error over to the next step, so it only works with "
             "hvdtrain.keras.DistributedOptimizer"
         )
 

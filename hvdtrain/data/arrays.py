@@ -234,8 +234,8 @@ def to_array(value: Any, name: str) -> np.ndarray | LazyRows:
         raise UsageError(f"{name} cannot be turned into one array: {error}") from error
     if array.ndim == 0:
         raise UsageError(
-            f"{name} is a single {type(value).__name__}; an array is needed whose first dimension "
-            "counts the examples."
+            f"{name} is a single {type(value).__name__}; expected an array whose first dimension is the number of "
+            "examples."
         )
     foreign = _not_numbers_or_texts(array)
     if foreign is not None:

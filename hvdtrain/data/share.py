@@ -162,7 +162,7 @@ def warn_of_joining(name: str, found: int, global_batch_size: int) -> None:
     """
     warn_user(
         f"The first batch of the {name} has {found} examples, so its batches are joined and cut to global_batch_size "
-        f"{global_batch_size}: plain Keras would train on them as they come."
+        f"{global_batch_size}: plain Keras would train on them as they are."
     )
 
 

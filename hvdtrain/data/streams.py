@@ -201,7 +201,7 @@ class StreamSource:
                 other = "" if self.varies else ", or cut them to one size (Dataset.rebatch)"
                 raise UsageError(
                     f"a batch of the {self.stream.name} has {examples} examples, more than global_batch_size "
-                    f"{self.reading.global_batch_size}. Its batches are used as they come, split "
+                    f"{self.reading.global_batch_size}. Its batches are used as they are, split "
                     "over the workers: set global_batch_size to the size of the largest "
                     f"batch{other}."
                 )
@@ -210,7 +210,7 @@ class StreamSource:
                 self.warned = True
                 warn_user(
                     f"The examples of the {self.stream.name} differ in length, so each of its batches is used as it "
-                    f"comes, split over the workers: here {short} examples, not global_batch_size "
+                    f"is, split over the workers: here {short} examples, not global_batch_size "
                     f"{self.reading.global_batch_size}."
                 )
             short = examples

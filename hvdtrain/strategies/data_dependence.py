@@ -287,15 +287,15 @@ def _is_under(path: Path, folders: Iterable[Path]) -> bool:
 def _text(model: keras.Model, where: str) -> str:
     return (
         f"The training step of {type(model).__name__} branches on values of a worker's own part "
-        f"of the batch, at {where!r}. One worker would decide on the whole batch; here each "
-        "worker decides for itself, and the result depends on the number of workers"
+        f"of the batch, at {where!r}. One worker would branch on the whole batch; here each worker branches "
+        "independently, so the result depends on the number of workers"
     )
 
 
 def _parting(model: keras.Model, where: str) -> str:
     return (
         f"The training step of {type(model).__name__} applies gradients or not depending on "
-        f"values of a worker's own part of the batch, at {where!r}: if workers decide "
-        "differently, some would wait for the others. Let it decide on a value that all of them "
-        "share, hvdtrain.keras.allreduce(number), or multiply the gradients by 0"
+        f"values of a worker's own part of the batch, at {where!r}: if workers branch differently, some would wait "
+        "for the others. Branch on a value that all workers share, hvdtrain.keras.allreduce(number), or multiply the "
+        "gradients by 0"
     )

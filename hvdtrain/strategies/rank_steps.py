@@ -368,7 +368,7 @@ def _cannot_be_traced(model: keras.Model, why: str) -> str:
     return (
         f"The training step of {type(model).__name__} runs eagerly and cannot be traced ({why}), "
         "so it is unknown whether it branches on values of a worker's own part of the batch: if "
-        "it does, each worker decides for itself, and the result depends on the number of "
+        "it does, each worker branches independently, so the result depends on the number of "
         "workers"
     )
 

@@ -272,7 +272,7 @@ def _refuse(model: keras.Model, sync: Sync) -> None:
     for optimizer in optimizers_of(model):
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             what = (
-                "loss scaling (mixed_float16, on_nan='skip'), on which ranks would decide alone: use "
+                "loss scaling (mixed_float16, on_nan='skip'), which ranks would decide independently: use "
                 "mixed_bfloat16, on_nan='stop' or 'rewind'"
             )
         elif optimizer.gradient_accumulation_steps:

@@ -284,8 +284,9 @@ class Loop:
         saving = save_within_epochs(plan.callbacks)
         if saving and self.record.config["sync"] is not None:
             raise UsageError(
-                "sync: between two rounds no rank has the model, so that ModelCheckpoint and BackupAndRestore can save "
-                "only when an epoch ends: leave save_freq out, or use checkpoints=hvdtrain.Checkpoints(every_steps=...)"
+                "sync: no rank holds the averaged model between rounds, so ModelCheckpoint and BackupAndRestore can "
+                "only save at the end of an epoch: leave save_freq out, or use "
+                "checkpoints=hvdtrain.Checkpoints(every_steps=...)"
             )
         self.record.events.begin_steps()
         # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.

@@ -93,7 +93,7 @@ class Profile:
                 self._finish(self._recording)
             elif not self._is_written and self._rank.is_first:
                 trained = f"steps {done + 1} to {self._done}" if self._done > done else "no step"
-                logger().info("No profile of steps %s: this fit trained %s", self._asked, trained)
+                logger().info("No profile of steps %s: this fit only trained %s", self._asked, trained)
         finally:
             if self._recording is not None:
                 self._recording.drop()
@@ -164,7 +164,7 @@ class Profile:
         logger().info(
             "Profile of steps %s: %s, for https://ui.perfetto.dev%s%s",
             *(facts["steps"], self._path),
-            f". Clocks compared to within {apart:.2f} ms" if apart else "",
+            f". Clock error at most {apart:.2f} ms" if apart else "",
             f". {dropped:,} short TensorFlow operations are left out" if dropped else "",
         )
 

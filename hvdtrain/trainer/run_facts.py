@@ -62,7 +62,7 @@ def facts_of(
     if len(optimizers_of(model)) > 1:
         raise UsageError("checkpoints works with one optimizer, and the model has several")
     if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
-        raise UsageError("checkpoints do what BackupAndRestore does: leave BackupAndRestore out")
+        raise UsageError("checkpoints replace BackupAndRestore: leave BackupAndRestore out")
     reading = source.reading
     run = {
         **{name: config[name] for name in CONFIG},

@@ -226,8 +226,8 @@ def check_epochs(epochs: int, initial_epoch: int, value: int | Collection[int]) 
         isinstance(epoch, Integral) for epoch in value
     ):
         raise UsageError(
-            f"validation_freq={value!r}: pass a number, to evaluate every so many epochs, or the epochs to evaluate "
-            "after, such as [1, 3]"
+            f"validation_freq={value!r}: pass the number of epochs between evaluations, or a list of epochs after "
+            "which to evaluate, such as [1, 3]"
         )
 
 

@@ -94,8 +94,8 @@ def _check_sync(sync: Any, layout: Layout | Mesh | None, shard_optimizer: bool) 
         )
     if layout is not None or shard_optimizer:
         raise UsageError(
-            "sync lets each rank train a whole model alone for some steps, and layout and shard_optimizer divide the "
-            "model or its optimizer over the ranks: leave out one of the two"
+            "sync trains a whole model on each rank between rounds, but layout and shard_optimizer divide the model or "
+            "its optimizer over the ranks: use only one of the two"
         )
 
 

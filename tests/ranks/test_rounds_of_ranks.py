@@ -14,7 +14,7 @@ def test_rounds() -> None:
         assert found["as synchronous"] < 1e-6
         assert found["evaluated"] < 1e-5, "the model in the file is the one that was evaluated"
         assert found["resumed"] == [] and found["compressed"] == [False]
-        assert "sync: between two rounds no rank has the model" in found["refused"]
+        assert "sync: no rank holds the averaged model between rounds" in found["refused"]
     assert first["history"] == second["history"]
     for one, other in zip(first["weights"], second["weights"], strict=True):
         assert np.array_equal(one, other)

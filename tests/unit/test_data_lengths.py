@@ -68,7 +68,7 @@ def test_each_batch_is_a_global_batch(dataset, kind, size):
 
 
 def test_a_batch_of_another_size_is_said_or_refused():
-    with pytest.warns(UserWarning, match="used as it comes.*4 examples, not global_batch_size 8"):
+    with pytest.warns(UserWarning, match="used as it is.*4 examples, not global_batch_size 8"):
         list(stream(PADDED).epoch(0, 0, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

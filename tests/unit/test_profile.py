@@ -253,7 +253,7 @@ def test_ranks_whose_clocks_differ(
     ]
     assert bars == [(0, 14, 10)] * 2 + [(1, 7, 17)] * 2 + [(2, 0, 24)] * 2
     assert found["otherData"]["operations_left_out"] == [0, 1, 2]
-    said = ". Clocks compared to within 0.50 ms. 3 short TensorFlow operations are left out"
+    said = ". Clock error at most 0.50 ms. 3 short TensorFlow operations are left out"
     assert caplog.messages[0].endswith(said)
 
 
@@ -323,7 +323,7 @@ def test_a_fit_alone(
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("7-8", "No profile of steps 7-8: this fit trained steps 1 to 6"),
+        ("7-8", "No profile of steps 7-8: this fit only trained steps 1 to 6"),
         ("5-9", "Profile of steps 5-6: profile.json.gz, for https://ui.perfetto.dev"),
     ],
 )

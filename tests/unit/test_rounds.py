@@ -223,8 +223,8 @@ def test_a_sum_of_int8_blocks() -> None:
     ("arguments", "message"),
     [
         ({"sync": 8}, r"sync=8: pass hvdtrain.LocalSGD"),
-        ({"sync": LocalSGD(2), "shard_optimizer": True}, "leave out one of the two"),
-        ({"sync": LocalSGD(2), "layout": Mesh(2)}, "leave out one of the two"),
+        ({"sync": LocalSGD(2), "shard_optimizer": True}, "use only one of the two"),
+        ({"sync": LocalSGD(2), "layout": Mesh(2)}, "use only one of the two"),
         ({"sync": LocalSGD(2), "wanted": "tpu"}, "but the strategy is tpu"),
     ],
     ids=str,

@@ -104,8 +104,8 @@ class StageRunner(Runner):
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
         if model.jit_compile:
             raise UsageError(
-                "jit_compile=True does not work with pipeline stages and micro-batches, whose passes are functions of "
-                "their own: leave it out"
+                "jit_compile=True does not work with pipeline stages and micro-batches, whose passes are separate "
+                "functions: leave it out"
             )
         if self.stage.is_last:
             graph_internals.build_compiled(model, *self._symbolic_batch(data))

@@ -30,7 +30,7 @@ class _HeadsParallel(SplitLayer):
         # Keras's attention layers store it under different names.
         if getattr(layer, "_activity_regularizer", None) or layer.activity_regularizer:
             raise UsageError(
-                f"Layer {layer.name!r} cannot be split by heads: its activity_regularizer looks at all heads. "
+                f"Layer {layer.name!r} cannot be split by heads: its activity_regularizer depends on all heads. "
                 "Leave it out"
             )
         for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
