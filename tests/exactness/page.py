@@ -24,12 +24,12 @@ Each row of this page is a small training, run by `model.fit` in one process and
 - **equal**: all weights and statistics, the loss and metrics of each epoch, and the results of `evaluate` and `predict`
   differ by at most {tolerance:g} (relative, for values above 1), as float32 sums are made in a different order. Sums
   are rounded to 11 bits under mixed_float16 and to 8 bits under mixed_bfloat16; the limits are {half}.
-- **warned**: they differ, and a warning says what differs.
+- **warned**: they differ, and a warning names what differs.
 - **refused**: `fit` raises UsageError before the first step.
 
 The command that writes this page fails if they differ without a warning.
 
-Each training has {steps} steps in two epochs, with global batches of {batch} examples. Unless the row says otherwise,
+Each training has {steps} steps in two epochs, with global batches of {batch} examples. Unless a row states otherwise,
 the last batch of an epoch has one example, so that with three workers two are idle in it. Names that are not Keras's,
 such as `Heads()`, are in `tests/exactness/`.
 
