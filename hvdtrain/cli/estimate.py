@@ -26,9 +26,7 @@ from hvdtrain.rank_variables import is_rank_variable
     "--ranks-per-host", type=click.IntRange(1), metavar="N",
     help="Number of workers that share the memory of a host.  [default: all]",
 )  # fmt: skip
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, with sizes in bytes.")
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def estimate(

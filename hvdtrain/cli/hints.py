@@ -16,7 +16,9 @@ _OF_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_SSH_KEYS", "HVDTRAIN_S
 
 # Options of torchrun, accelerate and mpirun without a direct counterpart. Those with one are aliases of it (see
 # `hvdtrain.launch.option_types.Option.aliases`).
-_HOSTS = "pass the hosts with -H NAME:SLOTS,...; in Slurm, request them with hvdtrain submit --nodes N"
+_HOSTS = (
+    "pass the hosts with -H NAME:SLOTS,...; in Slurm, request them with hvdtrain submit --nodes N"
+)
 _ONCE = (
     "leave it out: start hvdtrain run once, on one host; it starts the workers and connects them"
 )

@@ -93,7 +93,9 @@ class Profile:
                 self._finish(self._recording)
             elif not self._is_written and self._rank.is_first:
                 trained = f"steps {done + 1} to {self._done}" if self._done > done else "no step"
-                logger().info("No profile of steps %s: this fit only trained %s", self._asked, trained)
+                logger().info(
+                    "No profile of steps %s: this fit only trained %s", self._asked, trained
+                )
         finally:
             if self._recording is not None:
                 self._recording.drop()

@@ -358,7 +358,9 @@ def test_a_wrong_variable_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
             patch.setenv(name, "soon")
             result = call("run", "--dry-run", "train.py")
         assert f"Error: Invalid value for {name}: 'soon' is not a valid" in result.stderr
-    assert "'--gpus': --gpus-per-node N requests GPUs" in call("submit", "--gpus", "2", "x.py").stderr
+    assert (
+        "'--gpus': --gpus-per-node N requests GPUs" in call("submit", "--gpus", "2", "x.py").stderr
+    )
 
 
 @pytest.mark.parametrize("names", [["--version", "-v"], ["--check-build", "-cb"]])

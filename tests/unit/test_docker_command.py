@@ -247,7 +247,10 @@ def test_data_that_the_container_does_not_see_is_named(work: Path) -> None:
         (["--config", "none.yaml", "train.py"], "cannot read the configuration none.yaml"),
         (["-np", "2"], "Missing argument 'SCRIPT'"),
         (["-H", "a:1,b:1", "train.py"], "containers on several hosts"),
-        (["--sshd", "--ssh-keys", ".", "train.py"], "--sshd does not run a script: leave train.py out"),
+        (
+            ["--sshd", "--ssh-keys", ".", "train.py"],
+            "--sshd does not run a script: leave train.py out",
+        ),
         (["--env", "A=1", "train.py"], "--env A: pass only the name"),
     ],
 )
