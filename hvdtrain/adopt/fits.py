@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -98,8 +99,7 @@ class AdoptedFits:
         call = inspect.signature(original).bind(model, *args, **kwargs)
         call.apply_defaults()
         given = call.arguments
-        is_own = self.running or not model.compiled
-        if is_own or isinstance(given["callbacks"], keras.callbacks.CallbackList):
+        if self._is_kerass(given) or not model.compiled:
             return original(model, *args, **kwargs)
         seed = next(self._fits)
         with self._alone():
@@ -126,16 +126,16 @@ class AdoptedFits:
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
         """Evaluate `model` like keras.Model.evaluate, on all ranks together if they have trained it together."""
-        trainer = self._trained(model)
         call = inspect.signature(original).bind(model, *args, **kwargs)
         call.apply_defaults()
         given = call.arguments
-        if trainer is None or isinstance(given["callbacks"], keras.callbacks.CallbackList):
+        adopted = vars(model).get(_NAME)
+        if self._is_kerass(given) or adopted is None or adopted.trainer is None:
             return original(model, *args, **kwargs)
         names = ("sample_weight", "verbose", "steps", "callbacks", "return_dict")
         with self._alone():
             try:
-                return trainer.evaluate(
+                return adopted.trainer.evaluate(
                     as_inputs(given["x"]), given["y"], **{name: given[name] for name in names}
                 )
             except UsageError:
@@ -186,10 +186,11 @@ class AdoptedFits:
         vars(model)[_NAME] = _Adopted(trainer, batch)
         return trainer
 
-    def _trained(self, model: keras.Model) -> Trainer | None:
-        """Return the Trainer that has trained a model, if all ranks are about to do the same."""
-        adopted = None if self.running else vars(model).get(_NAME)
-        return None if adopted is None else adopted.trainer
+    def _is_kerass(self, given: dict[str, Any]) -> bool:
+        """Whether a call is to be left to Keras: the ranks might not make it in the same order."""
+        in_thread = threading.current_thread() is not threading.main_thread()
+        is_inner = isinstance(given["callbacks"], keras.callbacks.CallbackList)
+        return self.running or in_thread or is_inner
 
     def _by_all(
         self, original: Callable[..., Any], model: keras.Model, given: dict[str, Any]

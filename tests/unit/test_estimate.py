@@ -143,7 +143,7 @@ def test_the_planned_fit_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_model_fit_is_refused_before_it_trains(tmp_path: Path) -> None:
     done = run(tmp_path, "m = model()\nm.compile('sgd', 'mse')\nm.fit(x, x[:, :10])\n", "-np", "2")
     assert done.returncode == 2
-    assert "build a Trainer of the same model" in done.stderr
+    assert "create a Trainer for the same model" in done.stderr
     assert done.stdout == ""
 
 

@@ -238,7 +238,9 @@ def test_a_tracker_that_fails_is_warned_of_once_and_gets_everything_later(
 ) -> None:
     monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.01)
     kept = Kept(failures=3)
-    with pytest.warns(UserWarning, match="Kept: ConnectionError: refused. It may not") as shown:
+    with pytest.warns(
+        UserWarning, match="Kept: ConnectionError: refused. It may lack some values"
+    ) as shown:
         fit(kept)
     assert len([one for one in shown if "Kept" in str(one.message)]) == 1
     assert [step for step, _ in kept.epochs] == [STEPS, 2 * STEPS]

@@ -210,7 +210,7 @@ def test_the_command(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1].startswith("same: over 3 steps, 3 workers differ")
     for argv, order in zip(commands, ("forwards", "backwards", "forwards"), strict=True):
-        assert argv[-5:] == ["4", order, "train.py", "--epochs", "2"]
+        assert argv[-6:] == ["4", order, "as-is", "train.py", "--epochs", "2"]
     assert ["-np" in argv for argv in commands] == [False, False, True]
 
 
