@@ -63,7 +63,7 @@ def test_steps(text: str, steps: tuple[int, int]) -> None:
     "text", ["", "0", "0-3", "110-100", "-5", "1-", "1:5", "x", "٣", "1-2-3", f"1-{MOST_STEPS + 1}", "9" * 30]
 )  # fmt: skip
 def test_no_steps(text: str) -> None:
-    with pytest.raises(UsageError, match="not a range of steps|too many steps to profile"):
+    with pytest.raises(UsageError, match=r"not a range of steps|too many steps to profile"):
         parse_steps(text)
     if text:
         with pytest.raises(UsageError, match=f"^{PROFILE}: "):

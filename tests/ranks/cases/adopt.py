@@ -54,7 +54,7 @@ def _one_process(script: Path) -> dict[str, Any]:
 
 
 def _run(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]], list[str]]:
-    """Run a script in `folder`; return the weights of the models that it compiled, and hvdtrain's messages."""
+    """Run a script in `folder`; return the weights of its models, and hvdtrain's messages."""
     models: list[keras.Model] = []
     compiling = BaseTrainer.compile
 
@@ -82,6 +82,8 @@ def _run(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]], lis
         logging.getLogger().handlers.clear()
         tf.config.run_functions_eagerly(False)
         keras.config.set_dtype_policy("float32")
+    of_script = vars(sys.modules["__main__"]).values()
+    models += [one for one in of_script if isinstance(one, keras.Model) and one not in models]
     weights = [[np.asarray(weight) for weight in model.weights] for model in models]
     keras.backend.clear_session()
     return weights, told
