@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import subprocess
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from hvdtrain.cli.ps import ps
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import running_jobs
 from hvdtrain.launch.running.run_status import NAME, RunStatus, read_status
-from hvdtrain.launch.running_jobs import Job, _is_launcher
+from hvdtrain.launch.running_jobs import CLOCK_SECONDS, Job, _is_launcher
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -60,6 +61,17 @@ def test_only_the_runs_own_launcher_is_told_to_end() -> None:
     ]
     for change in changes:
         assert not _is_launcher(replace(own, **change)), change
+
+
+def test_a_launcher_that_is_first_looked_at_later_is_found() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        own = RunStatus("a", "b", pid=process.pid, started=time.time())
+        time.sleep(CLOCK_SECONDS + 0.5)  # Only now does the kernel make its folder in /proc.
+        assert _is_launcher(own)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_container_has_the_status_of_the_run_in_it(
