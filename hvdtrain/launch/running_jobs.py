@@ -150,7 +150,7 @@ def _slurm_job(state: JobState) -> Job:
         command=status.command if status else state.command,
         seconds=time.time() - state.started if state.started else None,
         stop=("scancel", state.name),
-        status=status,
+        status=None if state.state == "PENDING" else status,  # A requeued job's is the last run's.
         log_dir=folder,
         show=("cat", str(state.output)),
     )

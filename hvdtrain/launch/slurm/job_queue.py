@@ -145,12 +145,16 @@ def follow_job(job_id: str, output: BinaryIO, say: Callable[[str], None]) -> int
     ended_before: list[JobState] = []
     while True:
         states = _ask(job_id)
-        for one in states:
-            if said.get(one.name) != (one.state, one.restarts):
-                said[one.name] = (one.state, one.restarts)
+        news = [one for one in states if said.get(one.name) != (one.state, one.restarts)]
+        said |= {one.name: (one.state, one.restarts) for one in news}
+        for one in news:
+            if one.state not in ENDED:
                 say(_describe(one))
         if len(states) == 1 and "_" not in states[0].name:
             shown = _copy_new(states[0].output, shown, output)
+        for one in news:
+            if one.state in ENDED:  # After its last output.
+                say(_describe(one))
         # A job that is being requeued briefly appears to have ended, so the end must be seen twice.
         if all(one.state in ENDED for one in states):
             if states == ended_before:
