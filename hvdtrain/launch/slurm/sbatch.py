@@ -318,6 +318,7 @@ _REQUEUE = """\
 [ -n "$timer" ] && kill "$timer" 2>/dev/null
 # It stopped because of the warning: requeue it, unless Slurm is ending the job.
 if [ "$code" -ne 0 ] && [ -n "$warned" ] && [ -z "$ending" ]; then
+    echo "requeueing job $job: Slurm starts it again" >&2
     scontrol requeue "$job"
 fi
 """
