@@ -50,7 +50,7 @@ def run_adopted(script: str, arguments: Sequence[str]) -> None:
         if not rank.is_first:
             _become_silent(rank)
         notes = Notes(rank, str(Path(script).absolute()))
-        blocks.enter_context(done_once(rank))
+        blocks.enter_context(done_once())
         blocks.enter_context(same_seeds(SEED))
         blocks.enter_context(random_maps_in_order())
         fits = blocks.enter_context(adopted_fits(rank, notes, folder))

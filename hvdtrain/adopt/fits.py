@@ -21,7 +21,7 @@ from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 from hvdtrain.adopt.batches import Replayable, batch_examples
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
-from hvdtrain.adopt.notes import Notes
+from hvdtrain.adopt.notes import WHOLE, Notes
 from hvdtrain.adopt.private_folder import PrivateFolder
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
@@ -115,9 +115,7 @@ class AdoptedFits:
                 before.restore()
                 reason = _reason(error)
                 vars(model)[_NAME] = _Adopted(None, reason=reason)
-                self._notes.tell(
-                    "fit", f"every worker trains on whole batches, no faster than one: {reason}"
-                )
+                self._notes.tell("fit", f"{WHOLE}. The reason: {reason}")
                 history = self._by_all(original, model, given)
             self._folder.refresh()
         return history

@@ -14,8 +14,10 @@ import tensorflow as tf
 from hvdtrain.messages import logger
 from hvdtrain.runtime import Rank
 
+WHOLE = "each worker trains on whole batches, which is exact but no faster than one process"
+"""How the workers do what they do not share."""
 BY_HAND = (
-    "To share it: hvdtrain.keras.DistributedGradientTape around the tape, "
+    "To share the work: hvdtrain.keras.DistributedGradientTape around the tape, "
     "dataset.apply(hvdtrain.data.shard) for the data, and hvdtrain.keras.broadcast_variables before the first step"
 )
 
@@ -62,11 +64,7 @@ def own_loops_noted(notes: Notes, fits: Training) -> Iterator[None]:
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not fits.running and notes.rank.size > 1:
-            notes.tell(
-                "the training loop",
-                "every worker computes whole batches, so it is exact, and no faster than one process. "
-                + BY_HAND,
-            )
+            notes.tell("the training loop", f"{WHOLE}. {BY_HAND}")
         return gradient(self, *args, **kwargs)
 
     with mock.patch.object(tf.GradientTape, "gradient", noting):

@@ -1,4 +1,4 @@
-"""What only one rank may do first: download a file, and read what the user types."""
+"""What rank 0 does first: download a file, and read what the user types."""
 
 from __future__ import annotations
 
@@ -7,59 +7,43 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import keras
 
-from hvdtrain.collectives.consistency import on_first, raise_alike
-from hvdtrain.runtime import Rank
+from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.first_rank import first_rank_first
 
 
 @contextlib.contextmanager
-def done_once(rank: Rank) -> Iterator[None]:
-    """In this block, one rank of each host downloads a file of `keras.utils.get_file`, and rank 0 reads `input()`."""
-    if rank.size == 1:
-        yield
-        return
-    download = keras.utils.get_file
+def done_once() -> Iterator[None]:
+    """In this block, rank 0 downloads a file of `keras.utils.get_file` before the others look for it, and only it reads
+    `input()`.
+    """
+    download = cast("Callable[..., Any]", keras.utils.get_file)
     with contextlib.ExitStack() as blocks:
-        for module in _users_of(download):
-            replaced = _first_of_host(download, rank)
-            blocks.enter_context(mock.patch.object(module, "get_file", replaced))
-        blocks.enter_context(mock.patch.object(builtins, "input", _asked_on_rank_0(input)))
+        for module in list(sys.modules.values()):  # Those of keras.datasets hold it under its name.
+            if getattr(module, "__dict__", {}).get("get_file") is download:
+                first = mock.patch.object(module, "get_file", _on_rank_0_first(download))
+                blocks.enter_context(first)
+        blocks.enter_context(mock.patch.object(builtins, "input", _read_by_rank_0(input)))
         yield
 
 
-def _users_of(function: Callable[..., Any]) -> list[Any]:
-    """Return the modules that hold `keras.utils.get_file` (those of keras.datasets) under its name."""
-    found = [vars(module) for module in list(sys.modules.values()) if hasattr(module, "__dict__")]
-    return [
-        sys.modules[space["__name__"]]
-        for space in found
-        if space.get("get_file") is function and space.get("__name__") in sys.modules
-    ]
-
-
-def _first_of_host(download: Callable[..., Any], rank: Rank) -> Callable[..., Any]:
-    """Return `download`, which the first rank of each host calls first; the others then find the file."""
-
+def _on_rank_0_first(download: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(download)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result, failed = None, None
-        if rank.local_rank == 0:
-            try:
-                result = download(*args, **kwargs)
-            except Exception as error:
-                failed = error
-        raise_alike(failed, "keras.utils.get_file")
-        return result if rank.local_rank == 0 else download(*args, **kwargs)
+        with first_rank_first():
+            return download(*args, **kwargs)
 
     return call
 
 
-def _asked_on_rank_0(ask: Callable[[Any], str]) -> Callable[[Any], str]:
+def _read_by_rank_0(read: Callable[[Any], str]) -> Callable[[Any], str]:
     def call(prompt: Any = "", /) -> str:
-        return str(on_first(lambda: ask(prompt), "input"))
+        with first_rank_first():
+            line = read(prompt) if ALL_RANKS.rank() == 0 else ""
+        return str(ALL_RANKS.exchange(line, "input")[0])
 
     return call

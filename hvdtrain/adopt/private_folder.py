@@ -28,7 +28,7 @@ from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.runtime import Rank
 
 MOST_ENTRIES = 20_000
-"""Files and folders that are looked at, breadth first; a folder beyond them is a link."""
+"""Files and folders below the working folder that a private one has; folders with more are links to the user's."""
 _LINKED = {".git", ".hvdtrain", ".venv", "__pycache__", "node_modules", "venv"}
 """Folders in which a training writes nothing."""
 _WRITING = os.O_WRONLY | os.O_RDWR
@@ -95,22 +95,35 @@ def private_folder(rank: Rank) -> Iterator[PrivateFolder]:
 
 
 def mirror(users: Path, own: Path) -> None:
-    """Make the folders below `users` below `own` too, with links to the files, unless something is there."""
+    """Make the folders below `users` below `own` too, with links to the files, unless something is there.
+
+    Breadth first, up to MOST_ENTRIES; a folder that has too many, or that this process may not list, becomes a link.
+    """
     waiting, entries = deque([Path()]), 0
     while waiting:
         folder = waiting.popleft()
-        with contextlib.suppress(OSError), os.scandir(users / folder) as found:
-            for entry in found:
-                entries += 1
-                here = own / folder / entry.name
-                is_folder = entry.is_dir(follow_symlinks=False) and entry.name not in _LINKED
-                if is_folder and entries <= MOST_ENTRIES:
-                    if here.is_symlink() or (here.exists() and not here.is_dir()):
-                        continue
-                    here.mkdir(exist_ok=True)
-                    waiting.append(folder / entry.name)
-                elif not os.path.lexists(here):
-                    here.symlink_to(entry.path)
+        here, there = own / folder, users / folder
+        if here.is_symlink() or (here.exists() and not here.is_dir()):
+            continue
+        found = _listed(there)
+        if not here.exists() and (found is None or entries + len(found) > MOST_ENTRIES):
+            here.symlink_to(there)
+            continue
+        here.mkdir(exist_ok=True)
+        entries += len(found or ())
+        for entry in found or ():
+            if entry.is_dir(follow_symlinks=False) and entry.name not in _LINKED:
+                waiting.append(folder / entry.name)
+            elif not os.path.lexists(here / entry.name):
+                (here / entry.name).symlink_to(entry.path)
+
+
+def _listed(folder: Path) -> list[os.DirEntry[str]] | None:
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError:
+        return None
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from hvdtrain.environment import HANG_SECONDS, STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.devices import usable_cores, visible_gpus
 from hvdtrain.launch.hosts import hosts_of
@@ -21,6 +22,11 @@ from hvdtrain.launch.rank_program import program_of
 from hvdtrain.launch.secrets import variable_to_pass
 from hvdtrain.launch.slurm.allocation import Allocation
 
+_ADOPTED_STALL_SECONDS = 600, HANG_SECONDS
+"""Stall check's warning and shutdown times for an adopted script.
+
+Its ranks compute on their own between the fits that they share, for hours perhaps, and not equally fast.
+"""
 _MOST_WORKERS_OF_CORES = 8
 """Maximum number of workers chosen for a machine without GPUs."""
 
@@ -95,6 +101,12 @@ def _choose_place(
 def _choose_stall_times(values: dict[str, Any], say: Callable[[str], None]) -> None:
     """Make the stall check's shutdown time longer than its warning time, and report the change."""
     warning, shutdown = values["stall_warning_seconds"], values["stall_shutdown_seconds"]
+    if values.get("adopt") and (warning, shutdown) == (
+        STALL_WARNING_SECONDS,
+        STALL_SHUTDOWN_SECONDS,
+    ):
+        warning, shutdown = _ADOPTED_STALL_SECONDS
+        values["stall_warning_seconds"], values["stall_shutdown_seconds"] = warning, shutdown
     times = fitting_stall_times(warning, shutdown)
     if values["stall_check"] and times != (warning, shutdown):
         say(

@@ -10,6 +10,7 @@ import gc
 import importlib
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -34,6 +35,8 @@ def main() -> None:
     rank = runtime.init().rank
     for name in LEFT_OUT:
         del sys.modules[name]  # A case may import them.
+    # On a busy machine any rank may be named as slow, where a test expects no warning.
+    importlib.import_module("hvdtrain.trainer.stragglers").LEAST_SECONDS = math.inf
     launched_by = psutil.Process().parent()
     sys.path[:0] = [str(CASES), str(CASES.parents[1])]
     # What was imported stays: looking through it for garbage takes a tenth of the time of cases.

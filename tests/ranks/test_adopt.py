@@ -56,3 +56,9 @@ def test_a_script_is_that_of_one_process(name: str, folder: Path) -> None:
     }
     assert first["files"] == sorted(plain)
     assert first["told"]
+
+
+@pytest.mark.slow
+def test_rank_0_downloads_and_reads_the_keyboard(folder: Path) -> None:
+    first, second = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_once")
+    assert (first, second) == ([1, "1,2", "Name? 0"], [0, "1,2", "Name? 0"])

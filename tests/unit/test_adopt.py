@@ -144,16 +144,21 @@ def test_the_first_rank_works_in_the_users_folder(users: Path) -> None:
     assert (users / "log.txt").read_text() == "mine"
 
 
-def test_folders_beyond_the_limit_are_links(
+def test_a_folder_with_too_many_files_is_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MOST_ENTRIES == 20_000
-    monkeypatch.setattr("hvdtrain.adopt.private_folder.MOST_ENTRIES", 2)
-    for name in "abc":
-        (tmp_path / "user" / name).mkdir(parents=True)
-    (tmp_path / "own").mkdir()
-    mirror(tmp_path / "user", tmp_path / "own")
-    assert sorted(p.is_symlink() for p in (tmp_path / "own").iterdir()) == [False, False, True]
+    monkeypatch.setattr("hvdtrain.adopt.private_folder.MOST_ENTRIES", 5)
+    users, own = tmp_path / "user", tmp_path / "own"
+    for name in ("images/1", "images/2", "images/3", "out/1", "log"):
+        (users / name).parent.mkdir(parents=True, exist_ok=True)
+        (users / name).touch()
+    for _ in range(2):
+        mirror(users, own)
+        assert (own / "images").is_symlink() and not (own / "out").is_symlink()
+        assert contents(own).keys() == {"log", "out/1"}
+        assert (own / "images" / "1").is_file()
+        (users / "images" / "4").touch()
 
 
 DATASET = tf.data.Dataset.from_tensor_slices((NUMBERS, NUMBERS))
@@ -314,3 +319,22 @@ def test_what_cannot_be_adopted(command: str, words: list[str], message: str) ->
     options = ["-np", "2"] if command != "submit" and "tpu" not in words else []
     done = CliRunner().invoke(main, [command, "--dry-run", *options, "--adopt", *words])
     assert done.exit_code == 2 and "Error" in done.output and message in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "times"),
+    [
+        ([], (600, 1800)),
+        (["--stall-shutdown-seconds", "90"], (20, 90)),
+        (["--stall-warning-seconds", "30", "--stall-shutdown-seconds", "60"], (30, 60)),
+    ],
+)
+def test_the_stall_check_is_patient(
+    tmp_path: Path, options: list[str], times: tuple[int, int]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    words = ["run", "--dry-run", "-np", "2", *options, "--adopt", str(script)]
+    printed = CliRunner().invoke(main, words).output
+    for name, seconds in zip(("warning", "shutdown"), times, strict=True):
+        assert f"--stall-check-{name}-time-seconds {seconds}" in printed

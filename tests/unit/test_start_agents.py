@@ -60,8 +60,11 @@ def running_in(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents_module, "BEAT_SECONDS", 0.2)
+    # A host that is too slow is abandoned: its ssh is killed here, and the agent there goes on to end the launch. In
+    # these tests the agent itself would be killed before it has.
+    monkeypatch.setattr(agents_module, "END_SECONDS", 25)
 
 
 def test_a_supervisor_that_nobody_reads_is_still_there(tmp_path: Path) -> None:

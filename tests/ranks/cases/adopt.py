@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import io
 import logging
@@ -17,9 +18,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.trainers.trainer import Trainer as BaseTrainer
+from keras.src.utils import file_utils
 from references import reference
 
 from hvdtrain.adopt.__main__ import run_adopted
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.messages import logger
 from hvdtrain.worker.main_module import run_script
@@ -43,6 +46,32 @@ def case_scripts() -> dict[str, Any]:
             "told": told,
         }
     return found
+
+
+ONCE = """
+import keras
+path = keras.utils.get_file("table.csv", origin="file://{folder}/source.csv", cache_dir="{folder}/cache")
+line = open(path).read()
+name = input("Name? ")
+"""
+
+
+def case_once() -> list[Any]:
+    """Return the number of downloads of this rank, and what it has read from the file and from the keyboard."""
+    rank, folder = ALL_RANKS.rank(), Path(os.environ["FOLDER"])
+    script = folder / "once.py"
+    if rank == 0:
+        (folder / "source.csv").write_text("1,2")
+        script.write_text(ONCE.format(folder=folder))
+    any_rank(False, "files_are_there")
+    retrieve = file_utils.urlretrieve
+    with (
+        mock.patch.object(file_utils, "urlretrieve", side_effect=retrieve) as downloads,
+        mock.patch.object(builtins, "input", lambda prompt: f"{prompt}{rank}"),
+    ):
+        _run(partial(run_adopted, str(script), []), folder)
+    main = vars(sys.modules["__main__"])
+    return [downloads.call_count, main["line"], main["name"]]
 
 
 def _one_process(script: Path) -> dict[str, Any]:
