@@ -7,7 +7,7 @@ import os
 import pytest
 from launch import on_ranks
 
-EVERY = 1 if "HVDTRAIN_ALL_CASES" in os.environ else 5
+EVERY = 1 if "HVDTRAIN_ALL_CASES" in os.environ else 8
 """All of them before a release."""
 
 
