@@ -62,6 +62,9 @@ def case_once() -> list[Any]:
     script = folder / "once.py"
     if rank == 0:
         (folder / "source.csv").write_text("1,2")
+        (
+            folder / "cache"
+        ).mkdir()  # Otherwise Keras keeps the file elsewhere, for later runs as well.
         script.write_text(ONCE.format(folder=folder))
     any_rank(False, "files_are_there")
     retrieve = file_utils.urlretrieve

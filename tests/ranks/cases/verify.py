@@ -145,6 +145,8 @@ def case_record() -> None:
     """Each training twice where there is one rank: the second time with its batches turned round."""
     for order in ("forwards", "backwards") if ALL_RANKS.size() == 1 else ("forwards",):
         for name, script in (SAME | DIFFERENT | UNCLEAR).items():
+            if name not in os.environ["NAMES"].split(";"):
+                continue
             folder = Path(os.environ["FOLDER"], str(ALL_RANKS.size()), order, name)
             if ALL_RANKS.rank() == 0:
                 folder.mkdir(parents=True)
