@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvdtrain.environment import TERMINAL
 from hvdtrain.errors import UsageError
-from hvdtrain.runtime import Rank, init
+from hvdtrain.runtime import init
 from hvdtrain.worker.main_module import is_path_safe, run_script
 
 SEED = 0
@@ -48,7 +48,7 @@ def run_adopted(script: str, arguments: Sequence[str]) -> None:
     with contextlib.ExitStack() as blocks:
         folder = blocks.enter_context(private_folder(rank))
         if not rank.is_first:
-            _become_silent(rank)
+            _become_silent()
         notes = Notes(rank, str(Path(script).absolute()))
         blocks.enter_context(done_once())
         blocks.enter_context(same_seeds(SEED))
@@ -61,7 +61,7 @@ def run_adopted(script: str, arguments: Sequence[str]) -> None:
         run_script(script)
 
 
-def _become_silent(rank: Rank) -> None:
+def _become_silent() -> None:
     """Let this rank, which is not the first, open no window; and print nothing unless `hvdtrain run` keeps it apart."""
     os.environ["MPLBACKEND"] = "Agg"
     if TERMINAL not in os.environ:

@@ -1,4 +1,4 @@
-"""Leads keras.Model.fit, evaluate and predict of a script to a Trainer, which divides the batches over the ranks.
+"""Leads keras.Model.fit and evaluate of a script to a Trainer, which divides the batches over the ranks.
 
 What a Trainer does not take, every rank trains as plain Keras does, on whole batches: no faster than one process, and
 with the same result. Afterwards all ranks take the state of rank 0.
@@ -46,7 +46,6 @@ _OF_TRAINER = (
     "validation_freq",
     "steps_per_epoch",
     "class_weight",
-    "callbacks",
     "initial_epoch",
     "verbose",
 )
@@ -80,8 +79,8 @@ class AdoptedFits:
     """What a script's fits have become so far.
 
     Attributes:
-        running: Whether a fit, an evaluation or a prediction is running; one inside it, from a callback, is Keras's
-            own, as not all ranks may run the callback.
+        running: Whether a fit or an evaluation is running; one inside it, from a callback, is Keras's own, as not all
+            ranks may run the callback.
     """
 
     def __init__(self, rank: Rank, notes: Notes, folder: PrivateFolder, seed: ScriptsSeed) -> None:
@@ -96,9 +95,7 @@ class AdoptedFits:
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
         """Train `model` like keras.Model.fit, sharing each batch among the ranks if that gives the same result."""
-        call = inspect.signature(original).bind(model, *args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
+        given = _arguments(original, model, *args, **kwargs)
         if self._is_kerass(given) or not model.compiled:
             return original(model, *args, **kwargs)
         seed = next(self._fits)
@@ -124,9 +121,7 @@ class AdoptedFits:
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
         """Evaluate `model` like keras.Model.evaluate, on all ranks together if they have trained it together."""
-        call = inspect.signature(original).bind(model, *args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
+        given = _arguments(original, model, *args, **kwargs)
         adopted = vars(model).get(_NAME)
         if self._is_kerass(given) or adopted is None or adopted.trainer is None:
             return original(model, *args, **kwargs)
@@ -268,6 +263,13 @@ def _compiled_anew(
 ) -> Any:
     vars(model).pop(_NAME, None)
     return original(model, *args, **kwargs)
+
+
+def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name, with those left out."""
+    call = inspect.signature(method).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
 
 
 def _led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:

@@ -106,22 +106,14 @@ def _is_launcher(status: RunStatus) -> bool:
     """Return whether the launcher named by the status runs on this host, and has since the run began."""
     if status.host != platform.node() or status.pid <= 0:
         return False
+    import psutil
+
     try:
-        born = _start_of(status.pid)
-    except OSError:
+        # Not the time of its folder in /proc, which the kernel sets when the folder is first looked up.
+        born = psutil.Process(status.pid).create_time()
+    except psutil.Error:
         return False
     return born <= status.started + CLOCK_SECONDS
-
-
-def _start_of(pid: int) -> float:
-    """Return when a process started, in seconds since the epoch. Raises OSError if it has ended.
-
-    The time of its folder in /proc is not it: the kernel sets that when the folder is first looked up.
-    """
-    text = (Path("/proc") / str(pid) / "stat").read_text(errors="replace")
-    ticks = int(text.rpartition(")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age
 
 
 def _pid_namespace(process: str) -> str:
