@@ -25,7 +25,6 @@ from hvdtrain.adopt.notes import WHOLE, Notes
 from hvdtrain.adopt.private_folder import PrivateFolder
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
-from hvdtrain.data.arrays import is_arrays
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.optimizer import undistribute
 from hvdtrain.keras.sync_batch_norm import synchronized
@@ -158,8 +157,10 @@ class AdoptedFits:
         if given["validation_split"] and validation is None:
             train, validation = split_arrays(*train, given["validation_split"])
         shuffle = given["shuffle"]
-        if shuffle and self._seed.is_set and is_arrays(train[0]):
-            train, shuffle = (in_keras_order(train, size, shuffle), None, None), False
+        if shuffle and self._seed.is_set:
+            shuffled = in_keras_order(train, size, shuffle, given["steps_per_epoch"])
+            if shuffled is not None:
+                train, shuffle = (shuffled, None, None), False
         with synchronized(model):
             return trainer.fit(*train, validation_data=validation, shuffle=bool(shuffle), **taken)
 

@@ -1,12 +1,15 @@
 """Times a step of the Trainer against a step of Keras's own `fit`, in turn, in the same processes.
 
-On one rank the reference is plain Keras, on several ranks Keras's `fit` with hvdtrain.keras.DistributedOptimizer. Both
-train the same network on the same examples, each rank on one core. Epochs are timed from the beginning of one to the
+On one rank the reference is plain Keras, on several ranks Keras's `fit` with hvdtrain.keras.DistributedOptimizer; or
+`fit` of an ordinary script, as `hvdtrain run --adopt` has it. Both train the same network on the same examples, each
+rank on one core. Epochs are timed from the beginning of one to the
 beginning of the next, so that reading data, logs and the work between epochs count.
 """
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +35,7 @@ SHUFFLED = 1024
 
 
 def measure_overhead(
-    model: str, data: str, batch_size: int, np: int, passes: int, launch: Launch
+    model: str, data: str, batch_size: int, np: int, passes: int, launch: Launch, adopt: bool
 ) -> list[Comparison]:
     """Return the milliseconds per step of `fit` and of the Trainer on rank 0, for each pass.
 
@@ -43,16 +46,20 @@ def measure_overhead(
         np: Number of ranks, in one launch.
         passes: Number of passes.
         launch: See `measurement.Launch`.
+        adopt: Whether `fit` is that of an ordinary script under --adopt.
 
     Raises:
         EngineError: If the measurement failed.
     """
     options = {"name": model, "kind": data, "batch_size": batch_size, "passes": passes}
+    options["adopt"] = adopt
     found = run_measurement(launch, np, Path(__file__), options)
     return [Comparison(*one) for one in found["milliseconds"]]
 
 
-def time_both(name: str, kind: str, batch_size: int, passes: int) -> dict[str, Any] | None:
+def time_both(
+    name: str, kind: str, batch_size: int, passes: int, adopt: bool
+) -> dict[str, Any] | None:
     """Time both ways in turn on one rank; rank 0 returns its milliseconds per step for each pass."""
     import numpy as np
 
@@ -61,7 +68,7 @@ def time_both(name: str, kind: str, batch_size: int, passes: int) -> dict[str, A
 
     me = init()
     take_core(me.local_rank)
-    fit = keras_fit(me, name, kind, batch_size)
+    fit = (adopted_fit if adopt else keras_fit)(me, name, kind, batch_size)
     train = trainer_fit(me, name, kind, batch_size)
     train(10)
     mine = round(SECONDS / fit(10))
@@ -89,6 +96,34 @@ def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int]
         if kind == "arrays":
             given["batch_size"] = batch_size
         return seconds_of_step(model.fit, given, steps)
+
+    return seconds
+
+
+def adopted_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int], float]:
+    """Return a function that trains by Keras's `fit` under --adopt, and returns the seconds per step."""
+    import keras
+
+    from hvdtrain.adopt.fits import adopted_fits
+    from hvdtrain.adopt.notes import Notes
+    from hvdtrain.adopt.private_folder import private_folder
+    from hvdtrain.bench.networks import MODELS, examples, loss
+
+    model = MODELS[name]()
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss(), jit_compile=False)
+
+    def seconds(steps: int) -> float:
+        size = batch_size * me.size
+        given = _given(kind, examples(model, size * steps, seed=0), size)
+        if kind == "arrays":
+            given["batch_size"] = size
+        with (
+            tempfile.TemporaryDirectory() as empty,
+            contextlib.chdir(empty),
+            private_folder(me) as folder,
+            adopted_fits(me, Notes(me, ""), folder),
+        ):
+            return seconds_of_step(model.fit, given, steps)
 
     return seconds
 

@@ -87,23 +87,27 @@ def startup(context: click.Context, np: int, controller: str, passes: int) -> No
     help="Model to train. May be repeated.  [default: all]",
 )  # fmt: skip
 @click.option("--data", "kinds", type=click.Choice(DATA), multiple=True, help="[default: both]")
+@click.option(
+    "--adopt", is_flag=True, help="fit of an ordinary script, as under hvdtrain run --adopt."
+)
 @CONTROLLER
 @PASSES
 @OUTPUT
 @click.pass_context
 def overhead(
     context: click.Context, np: int, models: tuple[str, ...], kinds: tuple[str, ...], controller: str, passes: int,
+    adopt: bool,
 ) -> None:  # fmt: skip
     """Step time of the Trainer against Keras's fit.
 
-    Each worker has one core. With several workers fit uses hvdtrain.keras.DistributedOptimizer.
+    Each worker has one core. With several workers fit uses hvdtrain.keras.DistributedOptimizer, or --adopt.
     """
     launch, chosen = launcher(controller)
     title = announce(f"{np} workers over {chosen}, medians of {passes}")
     bars: list[Figure] = []
     for model in models or SMALL:
         for kind in kinds or DATA:
-            done = measure_overhead(model, kind, BATCH_SIZES[model], np, passes, launch)
+            done = measure_overhead(model, kind, BATCH_SIZES[model], np, passes, launch, adopt)
             fit, trainer, ratio = medians(done)
             click.echo(
                 f"  {model:>8}, {kind:>7}: fit {fit:7.2f} ms, Trainer {trainer:7.2f} ms; ratio {ratio:.3f}"
@@ -137,7 +141,7 @@ def checkpoints(
     """Step time of the Trainer with checkpoints against without.
 
     Each worker has one core. A checkpoint is written while the training continues; a step waits only until the state
-    has been copied, which is compared with one copy in memory. A pass trains for 24 times --every steps: 20 seconds
+    has been copied, which is compared with one copy in memory. A pass trains for 25 times --every steps: 20 seconds
     for a small network; 10 minutes for the large one, or 2 minutes with --every 10.
     """
     launch, chosen = launcher(controller)

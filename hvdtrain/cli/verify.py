@@ -138,6 +138,7 @@ def _findings(folder: Path) -> dict[str, Any]:
                 "examples": step.of,
                 "other_examples": step.examples,
                 "faults": [[gap.name, gap.found, gap.explained] for gap in step.faults],
+                "apart": step.apart,
             }
             for before, after, step in rows
         ],
@@ -180,3 +181,5 @@ def _difference(step: dict[str, Any]) -> Iterator[str]:
         yield f"  {name}: {found}; the order of summation explains {explained:.1e}"
     if len(faults) > _SHOWN:
         yield f"  and {len(faults) - _SHOWN} more"
+    if step["apart"]:
+        yield f"  {step['apart'][0]}: different on the workers"

@@ -67,6 +67,7 @@ class StepVerdict:
         whole: Difference over all variables together.
         gaps: All variables and logs, those furthest from what is explained first.
         reordered: Difference over all variables between the two runs on one worker.
+        apart: Names of the variables that the several workers should hold alike, and do not.
     """
 
     step: int
@@ -75,6 +76,7 @@ class StepVerdict:
     whole: float
     gaps: tuple[Gap, ...]
     reordered: float
+    apart: tuple[str, ...]
 
     @property
     def faults(self) -> list[Gap]:
@@ -86,7 +88,7 @@ class StepVerdict:
         """ "unclear" if one worker differs from itself when the examples of a batch change places."""
         if self.reordered > UNCLEAR:
             return "unclear"
-        return "different" if self.examples or self.faults else "same"
+        return "different" if self.examples or self.faults or self.apart else "same"
 
 
 def compare(one: Recording, reordered: Recording, several: Recording) -> list[StepVerdict]:
@@ -118,6 +120,7 @@ def _compare_step(
         _over_all(start, one, several),
         tuple(gaps),
         _over_all(start, one, other),
+        several.apart,
     )
 
 

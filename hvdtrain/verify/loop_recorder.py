@@ -14,9 +14,25 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import is_initialized
 from hvdtrain.keras_internals.models import optimizers_of
-from hvdtrain.keras_internals.variables import tf_variable, unique
-from hvdtrain.verify.recording import RecordedStep, write_step
+from hvdtrain.keras_internals.variables import (
+    local_variables,
+    replicated_variables,
+    tf_variable,
+    trained_variables,
+    unique,
+    without,
+)
+from hvdtrain.verify.recording import (
+    GRADIENT_OF,
+    RecordedStep,
+    write_facts,
+    write_replicas,
+    write_step,
+)
+from hvdtrain.verify.settings import facts_of
 from hvdtrain.verify.step_recorder import EnoughSteps, Recorder
 
 ROUNDING = 1e-7
@@ -33,10 +49,12 @@ def recorded_loops(recorder: Recorder) -> Iterator[None]:
     fits = _Fits(recorder)
     callbacks = keras.callbacks.CallbackList
     with (
-        _followed(callbacks, "on_train_begin", before=fits.begin),
+        # After the callbacks, one of which may give all ranks the weights of one.
+        _followed(callbacks, "on_train_begin", after=fits.begin),
         _followed(callbacks, "on_train_batch_end", after=fits.note),
         _followed(callbacks, "on_train_end", after=fits.end),
         _followed(Function, "__call__", after=lambda *_, **__: _end_if_enough(recorder)),
+        _followed(keras.Model, "__call__", after=lambda model, *_, **__: _know(recorder, model)),
         mock.patch.object(BaseOptimizer, "apply", _noting(BaseOptimizer.apply, recorder)),
     ):
         yield
@@ -51,16 +69,23 @@ class _Fits:
     def begin(self, callbacks: Any, logs: Any = None) -> None:
         recorder = self._recorder
         if not recorder.trains:
+            _require_init()
             recorder.fits = True
             if not recorder.steps:
-                _write(recorder, _state_of(callbacks._model))
+                model = callbacks._model
+                _describe(recorder, [model], optimizers_of(model))
+                self._write(model)
 
     def note(self, callbacks: Any, batch: int, logs: Any = None) -> None:
         recorder = self._recorder
         if recorder.fits:
             recorder.steps += 1
-            _write(recorder, _state_of(callbacks._model))
+            self._write(callbacks._model)
             _end_if_enough(recorder)
+
+    def _write(self, model: keras.Model) -> None:
+        alike = trained_variables(model)
+        _write(self._recorder, _state_of(model), [variable.path for variable in alike])
 
     def end(self, callbacks: Any, logs: Any = None) -> None:
         self._recorder.fits = False
@@ -76,16 +101,28 @@ def _noting(apply: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]
             ]
         if recorder.trains or recorder.fits:
             return apply(optimizer, grads, trainable_variables)
+        _require_init()
         grads = list(grads)
         trained = list(trainable_variables or optimizer._trainable_variables)
-        _when_run(lambda now: _begin(recorder, now), _read(trained, optimizer))
+
+        def begin(now: dict[str, np.ndarray]) -> None:
+            if not recorder.steps:
+                _describe(recorder, recorder.models, [optimizer])
+                _write(recorder, now, _alike(trained, optimizer))
+
+        def count(now: dict[str, np.ndarray]) -> None:
+            recorder.steps += 1
+            if recorder.steps <= recorder.most:
+                _write(recorder, now, _alike(trained, optimizer))
+
+        _when_run(begin, _read(trained, optimizer))
         result = apply(optimizer, grads, trainable_variables)
         given = {
-            f"gradient of {variable.path}": tf.convert_to_tensor(gradient)
+            f"{GRADIENT_OF}{variable.path}": tf.convert_to_tensor(gradient)
             for gradient, variable in zip(grads, trained, strict=True)
             if gradient is not None
         }
-        _when_run(lambda now: _count(recorder, now), _read(trained, optimizer) | given)
+        _when_run(count, _read(trained, optimizer) | given)
         if tf.executing_eagerly():
             _end_if_enough(recorder)
         return result
@@ -109,17 +146,6 @@ def _as_reordered(gradient: Any) -> Any:
     return gradient + change * tf.cast(tf.reshape(signs, tf.shape(gradient)), gradient.dtype)
 
 
-def _begin(recorder: Recorder, arrays: Mapping[str, np.ndarray]) -> None:
-    if not recorder.steps:
-        _write(recorder, arrays)
-
-
-def _count(recorder: Recorder, arrays: Mapping[str, np.ndarray]) -> None:
-    recorder.steps += 1
-    if recorder.steps <= recorder.most:
-        _write(recorder, arrays)
-
-
 def _when_run(note: Callable[[dict[str, np.ndarray]], None], values: Mapping[str, Any]) -> None:
     """Call `note` with `values` as arrays: now, or whenever the graph that is being made reaches this place."""
     names = list(values)
@@ -138,6 +164,13 @@ def _read(trained: Sequence[Any], optimizer: Any) -> dict[str, Any]:
     return {variable.path: tf_variable(variable).read_value() for variable in variables}
 
 
+def _alike(trained: Sequence[Any], optimizer: Any) -> list[str]:
+    """Return the paths of the variables that all ranks hold alike after a step."""
+    state = replicated_variables(None, optimizer, local_variables(None, optimizer))
+    found = without([*trained, *state], local_variables(None, optimizer))
+    return [variable.path for variable in found]
+
+
 def _state_of(model: keras.Model) -> dict[str, np.ndarray]:
     found = list(model.variables)
     for optimizer in optimizers_of(model):
@@ -145,9 +178,39 @@ def _state_of(model: keras.Model) -> dict[str, np.ndarray]:
     return {variable.path: tf_variable(variable).numpy() for variable in unique(found)}
 
 
-def _write(recorder: Recorder, arrays: Mapping[str, np.ndarray]) -> None:
+def _require_init() -> None:
+    if not is_initialized():
+        raise UsageError(
+            "the script trains without hvdtrain.init(), so each worker would train on its own. To compare an ordinary "
+            "Keras script, run hvdtrain verify --adopt"
+        )
+
+
+def _know(recorder: Recorder, model: keras.Model) -> None:
+    if not (recorder.trains or recorder.fits or any(model is one for one in recorder.models)):
+        recorder.models.append(model)
+
+
+def _describe(recorder: Recorder, models: Sequence[keras.Model], optimizers: Sequence[Any]) -> None:
     if ALL_RANKS.rank() == 0:
+        facts = facts_of(models, optimizers)
+        write_facts(recorder.folder, facts if ALL_RANKS.size() > 1 else facts | {"warnings": []})
+
+
+def _write(recorder: Recorder, arrays: Mapping[str, np.ndarray], alike: Sequence[str]) -> None:
+    """Record a step.
+
+    Args:
+        recorder: Where to.
+        arrays: Variables and gradients by name.
+        alike: Names of the variables that are the same on all ranks.
+    """
+    rank = ALL_RANKS.rank()
+    if rank == 0:
         write_step(recorder.folder, RecordedStep(recorder.steps, (), {}, arrays))
+    if ALL_RANKS.size() > 1:
+        replicas = {name: arrays[name] for name in alike if name in arrays}
+        write_replicas(recorder.folder, rank, recorder.steps, replicas)
 
 
 def _end_if_enough(recorder: Recorder) -> None:
@@ -155,21 +218,13 @@ def _end_if_enough(recorder: Recorder) -> None:
         raise EnoughSteps
 
 
-def _followed(
-    owner: type,
-    name: str,
-    before: Callable[..., None] | None = None,
-    after: Callable[..., None] | None = None,
-) -> Any:
-    """Return a context in which calls of the method are preceded by `before` and followed by `after`."""
+def _followed(owner: type, name: str, after: Callable[..., None]) -> Any:
+    """Return a context in which `after` follows each call of the method."""
     method = getattr(owner, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(self, *args, **kwargs)
         result = method(self, *args, **kwargs)
-        if after is not None:
-            after(self, *args, **kwargs)
+        after(self, *args, **kwargs)
         return result
 
     return mock.patch.object(owner, name, call)

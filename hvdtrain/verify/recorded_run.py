@@ -31,10 +31,16 @@ def main() -> None:
 
     from hvdtrain.verify.loop_recorder import recorded_loops
     from hvdtrain.verify.step_recorder import EnoughSteps, Recorder, recorded_fits
+    from hvdtrain.verify.written_files import recorded_files
 
     keras.utils.set_random_seed(SEED)
     recorder = Recorder(Path(folder), int(steps), order == BACKWARDS)
-    with contextlib.suppress(EnoughSteps), recorded_fits(recorder), recorded_loops(recorder):
+    with (
+        contextlib.suppress(EnoughSteps),
+        recorded_files(recorder.folder),
+        recorded_fits(recorder),
+        recorded_loops(recorder),
+    ):
         if kind == ADOPTED:
             from hvdtrain.adopt.__main__ import run_adopted
 

@@ -8,7 +8,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.writers import WRITERS
+from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.messages import logger
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.step_metrics import StepLogs
@@ -30,6 +31,7 @@ from hvdtrain.strategies.strategy import Logs
 from hvdtrain.trackers.tracking import Tracking
 from hvdtrain.trainer.loop import FitPlan, Loop
 from hvdtrain.verify.recording import RecordedStep, write_facts, write_step
+from hvdtrain.verify.settings import facts_of
 
 _DIGEST_BYTES = 6
 
@@ -50,6 +52,7 @@ class Recorder:
         steps: Number of steps recorded so far.
         trains: Whether a Trainer's fit is running.
         fits: Whether model.fit is running.
+        models: Models that loops of the script's own have called.
     """
 
     folder: Path
@@ -58,6 +61,7 @@ class Recorder:
     steps: int = 0
     trains: bool = False
     fits: bool = False
+    models: list[keras.Model] = field(default_factory=list)
 
 
 class RecordedSteps:
@@ -135,7 +139,9 @@ def recorded_fits(recorder: Recorder) -> Iterator[None]:
         finally:
             recorder.trains = False
             if loop.rank.is_first:
-                write_facts(recorder.folder, {**loop.record.config, "warnings": told})
+                settings = facts_of([loop.model], optimizers_of(loop.model))["settings"]
+                facts = {"settings": settings, "warnings": told, "sync": loop.record.config["sync"]}
+                write_facts(recorder.folder, facts)
 
     with _heard() as told, mock.patch.object(Loop, "fit", recorded):
         yield

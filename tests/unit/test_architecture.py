@@ -45,7 +45,7 @@ ALLOWED = {
     "launch": {"view", "report"},
     "view": {"report"},
     "install": LAUNCH,
-    "bench": LAUNCH | TRAIN | {"strategies", "parallel", "report"},
+    "bench": LAUNCH | TRAIN | {"strategies", "parallel", "report", "adopt"},
     "doctor": LAUNCH | {"install"},
     "starters": set(),
     "estimate": TRAIN | {"strategies", "parallel"},

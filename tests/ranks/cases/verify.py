@@ -19,6 +19,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.keras import SyncBatchNormalization
 from hvdtrain.verify.loop_recorder import recorded_loops
 from hvdtrain.verify.step_recorder import EnoughSteps, Recorder, recorded_fits
+from hvdtrain.verify.written_files import recorded_files
 
 STEPS = 3
 RNG = np.random.default_rng(0)
@@ -34,10 +35,8 @@ def dense(*between: Any) -> keras.Model:
 def train(
     build: Any = dense, x: Any = X, y: Any = Y, *, fit: Any = (), batch: int = 8, **settings: Any
 ) -> None:
-    optimizer = settings.pop("optimizer", None) or keras.optimizers.Adam(0.01)
-    trainer = hvdtrain.Trainer(
-        build, optimizer, "mse", metrics=["mae"], global_batch_size=batch, **settings
-    )
+    settings = {"optimizer": keras.optimizers.Adam(0.01), "loss": "mse"} | settings
+    trainer = hvdtrain.Trainer(build, metrics=["mae"], global_batch_size=batch, **settings)
     trainer.fit(x, y, epochs=2, **dict(fit))
 
 
@@ -69,34 +68,102 @@ def by_workers() -> tuple[Any, Any]:
     return X[order], Y[order]
 
 
-def fit_by_keras(rate: float = 0.01, **compiled: Any) -> None:
+class RateOfOneWorker(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if ALL_RANKS.rank() == ALL_RANKS.size() - 1:
+            self.model.optimizer.learning_rate = 0.1 / ALL_RANKS.size()
+
+
+def order_of_the_workers() -> Any:
+    """The examples of each batch in another order on several workers."""
+    return np.arange(24).reshape(3, 8)[:, :: 1 if ALL_RANKS.size() == 1 else -1].ravel()
+
+
+def from_a_file_of_all_workers() -> Any:
+    """Data that every worker writes to the same file, the last one last."""
+    path = Path(os.environ["FOLDER"], f"data-{ALL_RANKS.size()}.npy")
+    for rank in range(ALL_RANKS.size()):
+        if rank == ALL_RANKS.rank():
+            np.save(path, X + rank)
+        ALL_RANKS.exchange(rank, "written")
+    return np.load(path)
+
+
+def loss_over_the_workers(true: Any, predicted: Any) -> Any:
+    return tf.reduce_mean((true - predicted) ** 2, axis=-1) / ALL_RANKS.size()
+
+
+class Noise(layers.Layer):
+    def call(self, x: Any, training: bool = False) -> Any:
+        return x + tf.random.normal(tf.shape(x)) if training else x
+
+
+def fit_by_keras(
+    rate: float = 0.01,
+    build: Any = dense,
+    optimizer: Any = None,
+    callbacks: Any = (),
+    **compiled: Any,
+) -> None:
     """Each rank has every so many-th example of a batch."""
-    model, ranks = dense(), ALL_RANKS.size()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(rate, global_clipnorm=1.0))
-    model.compile(optimizer, "mse", **compiled)
+    ranks = ALL_RANKS.size()
+    keras.utils.set_random_seed(
+        ALL_RANKS.rank()
+    )  # The callback below gives all the weights of rank 0.
+    model = build()
+    inner = optimizer or keras.optimizers.Adam(rate, global_clipnorm=1.0)
+    model.compile(hvd.DistributedOptimizer(inner), "mse", **compiled)
     x, y = (array[ALL_RANKS.rank() :: ranks] for array in (X, Y))
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0, guard=False), *callbacks]
     model.fit(x, y, batch_size=8 // ranks, shuffle=False, callbacks=callbacks, verbose=0)
 
 
-def own_loop(compiled: bool, reduced: bool = True) -> None:
-    model, ranks = dense(), ALL_RANKS.size()
+def clipped(gradients: Any) -> Any:
+    return tf.clip_by_global_norm(gradients, 0.1)[0]
+
+
+def own_loop(
+    compiled: bool,
+    reduced: bool = True,
+    build: Any = dense,
+    clip: Any = None,
+    first: int | None = None,
+    **tape_options: Any,
+) -> None:
+    """Train with a tape; `first`: how many of a batch's 8 examples the first of several workers takes."""
+    model, ranks = build(), ALL_RANKS.size()
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01, momentum=0.9))
     optimizer.build(model.trainable_variables)
 
     def step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
-            loss = optimizer.scale_loss(tf.reduce_mean((model(x) - y) ** 2))
-        watched = hvd.DistributedGradientTape(tape) if reduced else tape
-        optimizer.apply(
-            watched.gradient(loss, model.trainable_variables), model.trainable_variables
-        )
+            loss = optimizer.scale_loss(tf.reduce_mean((model(x, training=True) - y) ** 2))
+        weights = model.trainable_variables
+        if clip is not None:
+            gradients = [hvd.allreduce(one) for one in clip(tape.gradient(loss, weights))]
+        else:
+            watched = hvd.DistributedGradientTape(tape, **tape_options) if reduced else tape
+            gradients = watched.gradient(loss, weights)
+        optimizer.apply(gradients, weights)
         return loss
 
     step = tf.function(step) if compiled else step
     for begin in range(0, 24, 8):
         batch = slice(begin + ALL_RANKS.rank(), begin + 8, ranks)
+        if first is not None and ranks > 1:
+            batch = slice(
+                begin + ALL_RANKS.rank() * first, begin + (8, first)[not ALL_RANKS.rank()]
+            )
         step(X[batch], Y[batch])
+
+
+def seeded_by_the_rank() -> keras.Model:
+    keras.utils.set_random_seed(ALL_RANKS.rank())
+    return dense()
+
+
+def own_decay() -> Any:
+    return keras.optimizers.schedules.ExponentialDecay(0.01, 100 // ALL_RANKS.size(), 0.9)
 
 
 SAME: dict[str, Callable[[], None]] = {
@@ -125,6 +192,29 @@ DIFFERENT: dict[str, Callable[[], None]] = {
     "rounds": lambda: train(sync=hvdtrain.LocalSGD(every=2)),
     "model.fit with a scaled rate": lambda: fit_by_keras(0.01 * ALL_RANKS.size()),
     "own loop without a reduction": lambda: own_loop(compiled=True, reduced=False),
+    "own loop without a broadcast": lambda: own_loop(compiled=True, build=seeded_by_the_rank),
+    "own loop that adds up": lambda: own_loop(compiled=True, op=hvd.Sum),
+    "own loop that clips on each worker": lambda: own_loop(compiled=True, clip=clipped),
+    "own loop with unequal shares": lambda: own_loop(compiled=False, first=6),
+    "own loop with dropout": lambda: own_loop(
+        compiled=True, build=lambda: dense(layers.Dropout(0.5))
+    ),
+    "model.fit with the rate of one worker": lambda: fit_by_keras(callbacks=[RateOfOneWorker()]),
+    "model.fit with BatchNormalization": lambda: fit_by_keras(
+        build=lambda: dense(layers.BatchNormalization())
+    ),
+    "model.fit with a momentum of the workers": lambda: fit_by_keras(
+        optimizer=keras.optimizers.SGD(0.01, momentum=0.9 / ALL_RANKS.size())
+    ),
+    "schedule of the workers": lambda: train(optimizer=keras.optimizers.SGD(own_decay())),
+    "units of the workers": lambda: train(lambda: dense(layers.Dense(4 * ALL_RANKS.size()))),
+    "order of the workers": lambda: train(
+        x=X[order_of_the_workers()], y=Y[order_of_the_workers()], fit={"shuffle": False}
+    ),
+    "file of all workers": lambda: train(x=from_a_file_of_all_workers()),
+    "loss over the workers": lambda: train(
+        loss=loss_over_the_workers, optimizer=keras.optimizers.SGD(0.01)
+    ),
     "dropout": lambda: train(lambda: dense(layers.Dropout(0.5))),
     "weights of the workers": lambda: train(
         lambda: dense(
@@ -134,6 +224,7 @@ DIFFERENT: dict[str, Callable[[], None]] = {
 }
 UNCLEAR: dict[str, Callable[[], None]] = {
     "data without a seed": lambda: train(x=(both := unseeded())[0], y=both[1]),
+    "noise": lambda: train(lambda: dense(Noise())),
 }
 
 
@@ -150,11 +241,13 @@ def case_record() -> None:
             folder = Path(os.environ["FOLDER"], str(ALL_RANKS.size()), order, name)
             if ALL_RANKS.rank() == 0:
                 folder.mkdir(parents=True)
+            ALL_RANKS.exchange(name, "folder")  # All ranks write to it.
             keras.backend.clear_session()
             keras.utils.set_random_seed(0)
             recorder = Recorder(folder, STEPS, order == "backwards")
             with (
                 contextlib.suppress(EnoughSteps),
+                recorded_files(folder),
                 recorded_fits(recorder),
                 recorded_loops(recorder),
             ):
