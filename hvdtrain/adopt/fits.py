@@ -31,7 +31,7 @@ from hvdtrain.keras.sync_batch_norm import synchronized
 from hvdtrain.keras.writers import on_this_rank, prepare_fit
 from hvdtrain.keras_internals.models import compile_config, optimizers_of, overridden
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
-from hvdtrain.keras_internals.variables import unique
+from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.trainer import Trainer
@@ -215,6 +215,7 @@ class _Before:
         self._model = model
         self._jit, self._eagerly = model.jit_compile, model.run_eagerly
         self._steps = self._count()
+        self._seeds = [(one, one.numpy()) for one in map(tf_variable, seed_variables(model))]
 
     def has_trained(self) -> bool:
         """Whether a step was made since."""
@@ -223,6 +224,8 @@ class _Before:
     def restore(self) -> None:
         """Undo what the Trainer changed."""
         model = self._model
+        for variable, value in self._seeds:
+            variable.assign(value)
         distributed = [one for one in optimizers_of(model) if is_distributed(one)]
         if not distributed:
             return

@@ -202,7 +202,8 @@ def _of_places(case: _Case) -> Iterator[str]:
     if case.verdict.outcome == "unclear":
         yield (
             "On one worker, two runs with the same examples differ: the step draws random numbers (dropout, noise, or "
-            "without a seed), or treats examples by their places in the batch."
+            "without a seed), treats examples by their places in the batch, or follows gradients that are only "
+            "rounding, as Adam does."
         )
 
 

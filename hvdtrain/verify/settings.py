@@ -22,13 +22,16 @@ def facts_of(models: Sequence[keras.Model], optimizers: Sequence[Any]) -> dict[s
         optimizers: Their Keras optimizers.
 
     Returns:
-        "settings": see `settings_of`; "warnings": sentences.
+        "settings": see `settings_of`; "warnings": sentences; "precision": the dtype with the fewest bits in which a
+        layer computes.
     """
     parts = {id(layer) for model in models for layer in model._flatten_layers(include_self=False)}
     whole = [model for model in models if id(model) not in parts]
     layers = [layer for model in whole for layer in model._flatten_layers(include_self=False)]
+    dtypes = {layer.compute_dtype for layer in layers}
     return {
         "settings": settings_of(layers, optimizers),
+        "precision": next((one for one in ("bfloat16", "float16") if one in dtypes), "float32"),
         "warnings": [told for told in map(warning_by_nature, whole) if told is not None],
     }
 

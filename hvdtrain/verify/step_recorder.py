@@ -139,9 +139,9 @@ def recorded_fits(recorder: Recorder) -> Iterator[None]:
         finally:
             recorder.trains = False
             if loop.rank.is_first:
-                settings = facts_of([loop.model], optimizers_of(loop.model))["settings"]
-                facts = {"settings": settings, "warnings": told, "sync": loop.record.config["sync"]}
-                write_facts(recorder.folder, facts)
+                facts = facts_of([loop.model], optimizers_of(loop.model))
+                sync = loop.record.config["sync"]
+                write_facts(recorder.folder, facts | {"warnings": told, "sync": sync})
 
     with _heard() as told, mock.patch.object(Loop, "fit", recorded):
         yield

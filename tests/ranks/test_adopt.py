@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from launch import on_ranks
 
@@ -23,7 +24,6 @@ NOT_EXACT = {
     "mixup_augmentation nietzsche_char_rnn",
     "draws random numbers in its steps": "cats_vs_dogs_augment dcgan ddim_tiny mnist_cnn stock_gru text_transformer "
     "vae vae_add_loss",
-    "Keras shuffles the items of a PyDataset in another order": "unet_segmentation",
     "Adam turns the rounding of a gradient that is 0 (a bias before BatchNormalization, or in a difference of two "
     "embeddings) into steps": "ecg_conv1d mobilenet_from_scratch subclassed_iris triplet_train_step wide_and_deep",
     "float16": "mixed_precision_mlp",
@@ -62,3 +62,11 @@ def test_a_script_is_that_of_one_process(name: str, folder: Path) -> None:
 def test_rank_0_downloads_and_reads_the_keyboard(folder: Path) -> None:
     first, second = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_once")
     assert (first, second) == ([1, "1,2", "Name? 0"], [0, "1,2", "Name? 0"])
+
+
+@pytest.mark.slow
+def test_ranks_that_train_on_whole_batches_draw_the_same_numbers(folder: Path) -> None:
+    """A Trainer has given each rank its own seeds before it refuses the loss."""
+    first, second = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_whole")
+    np.testing.assert_array_equal(first, second)
+    assert len(first) == 2

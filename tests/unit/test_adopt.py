@@ -242,9 +242,45 @@ def test_the_order_of_the_examples_is_kerass(shuffle: Any) -> None:
     model = Seen()
     model.compile("sgd", "mse")
     model.fit(NUMBERS, NUMBERS, batch_size=4, epochs=3, verbose=0, shuffle=shuffle)
-    x, y, weights = in_keras_order((NUMBERS, -NUMBERS, NUMBERS[:, 0] * 2), 4, shuffle)
+    x, y, weights = in_keras_order((NUMBERS, -NUMBERS, NUMBERS[:, 0] * 2), 4, shuffle, None)
     assert model.seen == list(x.ravel()) * 3 != list(NUMBERS.ravel()) * 3
     assert np.array_equal(-x, y) and np.array_equal(2 * x[:, 0], weights)
+
+
+class Pairs(keras.utils.PyDataset):
+    """Two numbers in each item, or fewer in the last one."""
+
+    def __init__(self, numbers: np.ndarray = NUMBERS) -> None:
+        super().__init__()
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return -(-len(self._numbers) // 2)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = self._numbers[2 * index : 2 * index + 2]
+        return rows, rows
+
+
+def test_the_order_of_the_items_of_a_py_dataset_is_kerass() -> None:
+    model = Seen()
+    model.compile("sgd", "mse")
+    random.seed(3)
+    model.fit(Pairs(), epochs=3, verbose=0)
+    random.seed(3)
+    shuffled = in_keras_order((Pairs(), None, None), 2, True, None)
+    found = []
+    for _ in range(3):
+        shuffled.on_epoch_begin()
+        found += [x for index in range(shuffled.num_batches) for x in shuffled[index][0].ravel()]
+        shuffled.on_epoch_end()
+    assert model.seen == found != list(NUMBERS.ravel()) * 3
+
+
+def test_items_whose_order_is_left_to_the_trainer() -> None:
+    """A shorter one at the end, and epochs that are not one pass."""
+    assert in_keras_order((Pairs(NUMBERS[:9]), None, None), 2, True, None) is None
+    assert in_keras_order((Pairs(), None, None), 2, True, 3) is None
 
 
 def test_a_script_sets_its_seed() -> None:

@@ -94,6 +94,20 @@ def test_the_first_step_and_the_variable_that_differ(name: str, value: Any) -> N
     assert [gap.name for gap in steps[2].faults] == [name]
 
 
+def test_a_variable_that_one_worker_sets_later_than_another() -> None:
+    late = recording({0: {"dense/kernel": KERNEL * 0, "optimizer/momentum": BIAS}})
+    assert [step.outcome for step in compare(ONE, REORDERED, late)] == ["same"] * 4
+
+
+@pytest.mark.parametrize(
+    ("precision", "limit"), [("float32", 1e-5), ("float16", 5e-3), ("bfloat16", 4e-2)]
+)
+def test_each_workers_sum_is_rounded(precision: str, limit: float) -> None:
+    one = recording(precision=precision)
+    for noise, outcome in ((0.8 * limit, "same"), (1.5 * limit, "different")):
+        assert compare(one, one, recording(noise=noise))[1].outcome == outcome
+
+
 def test_a_nan_on_both_is_the_same() -> None:
     broken = {3: {"dense/bias": np.full(3, np.nan, "float32")}}
     last = compare(recording(broken), recording(broken, noise=1e-6), recording(broken))[3]
@@ -115,6 +129,8 @@ ROWS = {n: tuple(f"{n}{row}" for row in range(6)) for n in (1, 2, 3)}
 TURNED = {n: rows[::-1] for n, rows in ROWS.items()}
 OTHER = {n: tuple(f"x{row}" for row in rows) for n, rows in ROWS.items()}
 MORE = {n: rows + rows for n, rows in ROWS.items()}
+FASTER = {step: {RATE: np.array(0.02)} for step in (0, 1)}
+STARTED = {step: {"dense/kernel": KERNEL + 1} for step in (0, 1)}
 GRADIENTS = {f"{GRADIENT_OF}dense/kernel": KERNEL, f"{GRADIENT_OF}dense/bias": BIAS + 1}
 
 
@@ -126,9 +142,9 @@ GRADIENTS = {f"{GRADIENT_OF}dense/kernel": KERNEL, f"{GRADIENT_OF}dense/bias": B
         ({}, {}, {"examples": MORE}, "different", "A step has 6 examples on one worker and 12 on several"),
         ({}, {}, {"examples": TURNED}, "different", "same examples in a different order"),
         ({}, {}, {"examples": OTHER}, "different", "read different examples than one worker"),
-        ({}, {}, {"change": {0: {RATE: np.array(0.02)}}}, "different", "0.01 on one worker and 0.02"),
+        ({}, {}, {"change": FASTER}, "different", "0.01 on one worker and 0.02"),
         ({}, {"change": {0: {"dense/kernel": KERNEL + 1}}}, {}, "unclear", "initializes them without a seed"),
-        ({}, {}, {"change": {0: {"dense/kernel": KERNEL + 1}}}, "different", "builds a different model"),
+        ({}, {}, {"change": STARTED}, "different", "builds a different model"),
         ({}, {"noise": 0.5}, {"warnings": ["dropout draws"]}, "unclear", "dropout draws"),
         ({"warnings": ["both"]}, {}, {"noise": 0.5, "warnings": ["both", "new"]}, "different", "new"),
         ({}, {}, {"noise": 0.5, "sync": "LocalSGD(every=2)"}, "different", "sync=LocalSGD(every=2)"),
@@ -210,6 +226,9 @@ def test_settings_and_warnings_of_models() -> None:
     model = keras.Sequential([keras.Input((3,)), inner, keras.layers.Dense(2, name="last")])
     adam = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1, beta_1=0.8))
     facts = facts_of([inner, model], [adam])
+    assert facts["precision"] == "float32"
+    half = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="mixed_float16")])
+    assert facts_of([half], [])["precision"] == "float16"
     assert facts["settings"]["rate of layer 'drop'"] == 0.25
     assert facts["settings"]["units of layer 'last'"] == 2
     assert facts["settings"]["beta_1 of optimizer 'adam'"] == 0.8

@@ -77,6 +77,27 @@ def case_once() -> list[Any]:
     return [downloads.call_count, main["line"], main["name"]]
 
 
+WHOLE = """
+import keras, numpy
+keras.utils.set_random_seed(1)
+x = numpy.random.normal(size=(16, 4)).astype("float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(2, "sigmoid")])
+model.compile("adam", keras.losses.Dice())  # Of the whole batch: a Trainer refuses it.
+seen = []
+note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(model.layers[-1].kernel.numpy()))
+model.fit(x, abs(x[:, :2]), batch_size=8, epochs=2, callbacks=[note])
+"""
+
+
+def case_whole() -> list[Any]:
+    """Return what this rank has after each epoch of a fit that every rank trains on whole batches."""
+    script = Path(os.environ["FOLDER"], f"whole-{ALL_RANKS.rank()}.py")
+    script.write_text(WHOLE)
+    _run(partial(run_adopted, str(script), []), script.parent)
+    seen: list[Any] = vars(sys.modules["__main__"])["seen"]
+    return seen
+
+
 def _one_process(script: Path) -> dict[str, Any]:
     folder = Path(os.environ["FOLDER"], f"plain {script.stem}")
     folder.mkdir()
