@@ -71,6 +71,9 @@ def _again(context: click.Context) -> str:
         value: Any = context.params[parameter.name]
         values = value if parameter.multiple else [value]
         option = max(parameter.opts, key=len)
+        if isinstance(parameter, click.Option) and parameter.is_flag:
+            words += [option] if value else []
+            continue
         words += [word for one in values if one is not None for word in (option, str(one))]
     return shlex.join(words)
 

@@ -1,13 +1,20 @@
-"""What `hvdtrain bench overhead` times: the same examples, once an epoch, by both ways."""
+"""What `hvdtrain bench overhead` and `bench checkpoints` time: neighbouring epochs, on the same examples."""
 
+import itertools
 import time
+from typing import Any
 
 import keras
 import pytest
+from click.testing import CliRunner
 
 from hvdtrain.bench import networks, torch_peer
+from hvdtrain.bench.checkpoint_cost import PAIRS, _saves, _steps
+from hvdtrain.bench.measurement import Comparison
 from hvdtrain.bench.networks import MODELS, TOKENS, VOCABULARY, examples
 from hvdtrain.bench.overhead import EPOCHS, dataset, seconds_of_step
+from hvdtrain.cli import bench_costs, bench_options
+from hvdtrain.cli.bench import bench
 
 
 def tiny() -> keras.Model:
@@ -67,3 +74,36 @@ def test_a_transformer_predicts_the_next_token() -> None:
 
 def test_pytorch_has_the_same_tokens() -> None:
     assert (torch_peer.TOKENS, torch_peer.VOCABULARY) == (TOKENS, VOCABULARY)
+
+
+@pytest.mark.parametrize("flags", [["--adopt"], []])
+def test_the_command_that_repeats_it(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measure(*args: Any) -> list[Comparison]:
+        asked.append(args[-1])
+        return [Comparison(2.0, 1.0)]
+
+    monkeypatch.setattr(bench_costs, "measure_overhead", measure)
+    monkeypatch.setattr(bench_options, "installed_controllers", lambda: ("mpi",))
+    words = ["overhead", "--model", "mnist", "--data", "arrays", *flags]
+    done = CliRunner().invoke(bench, words)
+    assert done.exit_code == 0, done.output
+    assert asked == [bool(flags)]
+    (again,) = (line for line in done.output.splitlines() if line.startswith("to repeat: "))
+    given = again.removeprefix("to repeat: bench ").split()
+    assert ("--adopt" in given) == bool(flags) and "True" not in given
+    assert CliRunner().invoke(bench, given).exit_code == 0
+    assert "ratio 0.500" in done.output
+
+
+def test_a_checkpoint_costs_what_epochs_with_one_take_longer_than_their_neighbours() -> None:
+    """Epochs become slower and slower, which is no cost of checkpoints: each with one takes 1.1 times as long."""
+    seconds = [
+        (1 + number / 100) * (1.1 if _saves(1 + number) else 1) for number in range(2 * PAIRS)
+    ]
+    times = [0.0, *itertools.accumulate(seconds, initial=7.0)]
+    without, saving = _steps(times, every=50)
+    assert without == pytest.approx(1.115 / 50, rel=0.02)
+    # Pairs begin with either kind, so half of them show a little more, and half a little less.
+    assert saving / without == pytest.approx(1.1, rel=0.002)
