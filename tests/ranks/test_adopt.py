@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from launch import on_ranks
+from results import far
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parent / "adopted").glob("*.py"))
 SAMPLE = [
@@ -70,3 +71,16 @@ def test_ranks_that_train_on_whole_batches_draw_the_same_numbers(folder: Path) -
     first, second = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_whole")
     np.testing.assert_array_equal(first, second)
     assert len(first) == 2
+
+
+@pytest.mark.slow
+def test_a_script_with_the_change_of_new_from_is_the_same_on_any_number_of_workers(
+    folder: Path,
+) -> None:
+    """It has BatchNormalization, and saves its model."""
+    env = {"SCRIPTS": "resnet_small", "FOLDER": str(folder)}
+    (one,), (first, second) = (
+        on_ranks("adopt", np=size, env=env).of("case_explicit") for size in (1, 2)
+    )
+    assert far(first, one, "relative") < ROUNDING and far(second, first) == 0
+    assert (folder / "explicit on 2" / "resnet8_digits.keras").exists()

@@ -25,6 +25,7 @@ from hvdtrain.adopt.__main__ import run_adopted
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.messages import logger
+from hvdtrain.starters.explicit_script import explicit
 from hvdtrain.worker.main_module import run_script
 
 SCRIPTS = Path(__file__).parents[1] / "adopted"
@@ -75,6 +76,19 @@ def case_once() -> list[Any]:
         _run(partial(run_adopted, str(script), []), folder)
     main = vars(sys.modules["__main__"])
     return [downloads.call_count, main["line"], main["name"]]
+
+
+def case_explicit() -> list[Any]:
+    """Return the weights of a script to which `hvdtrain new --from` was applied."""
+    source = SCRIPTS / f"{os.environ['SCRIPTS']}.py"
+    folder = Path(os.environ["FOLDER"], f"explicit on {ALL_RANKS.size()}")
+    if ALL_RANKS.rank() == 0:
+        folder.mkdir()
+    any_rank(False, "folder_is_there")
+    script = folder / f"rank-{ALL_RANKS.rank()}.py"
+    script.write_text(explicit(source.read_text()).text)
+    sys.argv = [str(script)]
+    return _run(partial(run_script, str(script)), folder)[0]
 
 
 WHOLE = """
