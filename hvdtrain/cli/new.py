@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
+import tokenize
 from pathlib import Path
 
 import click
@@ -64,8 +65,11 @@ def _print_changes(script: Path) -> None:
         UsageError: It is not a Python script, or nothing in it can be changed.
     """
     try:
-        text = script.read_text()
+        with tokenize.open(script) as file:
+            text = file.read()
         found = explicit(text)
+    except UsageError as error:
+        raise UsageError(f"{script}: {error}") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{script} is not a Python script: {error}") from None
     lines = [one.splitlines(keepends=True) for one in (text, found.text)]

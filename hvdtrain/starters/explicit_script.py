@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.errors import UsageError
 from hvdtrain.starters.script_batches import batch_size, calls_of, name_of
 
 _OF_FIT = (
@@ -34,6 +35,7 @@ _LOOP = (
     "every worker trains this on whole batches. To share them, put hvdtrain.keras.DistributedGradientTape around the "
     "tape, pass the data through dataset.apply(hvdtrain.data.shard), and call hvdtrain.keras.broadcast_variables first"
 )
+_ENGINES = {"horovod", "hvdtrain"}
 _NORMALIZATION = "BatchNormalization"
 
 
@@ -79,9 +81,15 @@ def explicit(script: str) -> Explicit:
 
     Raises:
         SyntaxError: It is not Python.
+        UsageError: It uses Horovod or hvdtrain already.
     """
     source = _Source(script)
     tree = ast.parse(script)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and _modules(node) & _ENGINES:
+            raise UsageError(
+                f"line {node.lineno} imports Horovod or hvdtrain: it is no ordinary script"
+            )
     edits: list[_Edit] = []
     notes: list[Note] = []
     fits = [call for call in calls_of(tree, "fit") if _is_kerass(call)]
@@ -94,16 +102,29 @@ def explicit(script: str) -> Explicit:
             trained.append(call)
             edits += found
     if trained:
-        edits += [_imports(tree, source), *_synchronized(tree, source)]
+        edits = [_imports(tree, source), *edits, *_synchronized(tree, source)]
     first = min((call.lineno for call in trained), default=None)
     for statement in _writing(tree):
         if first is None or statement.lineno < first:
             text = "every worker writes this file. Let rank 0 write it first: with hvdtrain.first_rank_first():"
             notes.append(Note(statement.lineno, text))
+        elif not _is_alone(statement, source):
+            notes.append(
+                Note(statement.lineno, "every worker writes this file: let rank 0 alone do it")
+            )
         else:
             edits += _by_rank_0(statement, source)
     notes += [*_loops(tree), *_folders(tree)]
     return Explicit(source.edited(edits), len(trained), tuple(sorted(notes, key=lambda n: n.line)))
+
+
+def _modules(node: ast.Import | ast.ImportFrom) -> set[str]:
+    names = (
+        [node.module or ""]
+        if isinstance(node, ast.ImportFrom)
+        else [one.name for one in node.names]
+    )
+    return {name.partition(".")[0] for name in names}
 
 
 class _Source:
@@ -127,6 +148,13 @@ class _Source:
     def line_begins(self, first: int, last: int) -> list[int]:
         """Return where the lines first..last begin, both counted from 1 and included."""
         return self._begins[first - 1 : last]
+
+    def around(self, statement: ast.stmt) -> tuple[str, str]:
+        """Return what stands before and after a statement in its lines."""
+        assert statement.end_lineno is not None
+        before = self._bytes[self._begins[statement.lineno - 1] : self.begin(statement)]
+        after = self._bytes[self.end(statement) : self._begins[statement.end_lineno]]
+        return before.decode(), after.decode()
 
     def edited(self, edits: Sequence[_Edit]) -> str:
         parts, place = [], 0
@@ -197,9 +225,11 @@ def _imports(tree: ast.Module, source: _Source) -> _Edit:
             last = statement
         elif not _sets_environment(statement) and not _is_text(statement):
             break
-    place = 0 if last is None else source.end(last)
-    lines = "import hvdtrain\nimport hvdtrain.keras\n\nhvdtrain.init(seed=0)"
-    return _Edit(place, place, f"{lines}\n" if last is None else f"\n{lines}")
+    lines = "import hvdtrain\nimport hvdtrain.keras\n\nhvdtrain.init(seed=0)\n"
+    if last is None:
+        return _Edit(0, 0, lines)
+    place = source.end(last) + len(source.around(last)[1].encode())
+    return _Edit(place, place, lines)
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -245,6 +275,12 @@ def _opens_to_write(value: ast.expr) -> bool:
     return any(isinstance(one, ast.Constant) and set(str(one.value)) & set("wax") for one in words)
 
 
+def _is_alone(statement: ast.stmt, source: _Source) -> bool:
+    """Whether nothing but a comment shares its lines with a statement."""
+    before, after = map(str.strip, source.around(statement))
+    return not before and (not after or after.startswith("#"))
+
+
 def _by_rank_0(statement: ast.stmt, source: _Source) -> Iterator[_Edit]:
     """Yield the edits that put a statement under an `if`."""
     assert statement.end_lineno is not None
@@ -254,13 +290,14 @@ def _by_rank_0(statement: ast.stmt, source: _Source) -> Iterator[_Edit]:
         if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno is not None
         for line in range(node.lineno + 1, node.end_lineno + 1)
     }
-    begins = source.line_begins(statement.lineno, statement.end_lineno)
-    margin = " " * statement.col_offset
-    place = begins[0] + statement.col_offset
-    yield _Edit(place, place, f"if hvdtrain.keras.rank() == 0:\n{margin}    ")
-    for number, begin in enumerate(begins[1:], statement.lineno + 1):
+    margin, _ = source.around(statement)
+    deeper = "\t" if "\t" in margin else "    "
+    place = source.begin(statement)
+    yield _Edit(place, place, f"if hvdtrain.keras.rank() == 0:\n{margin}{deeper}")
+    begins = source.line_begins(statement.lineno + 1, statement.end_lineno)
+    for number, begin in enumerate(begins, statement.lineno + 1):
         if number not in inside:  # The lines of a text are left as they are.
-            yield _Edit(begin, begin, "    ")
+            yield _Edit(begin, begin, deeper)
 
 
 def _loops(tree: ast.AST) -> Iterator[Note]:

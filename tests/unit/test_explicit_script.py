@@ -101,6 +101,25 @@ def test_what_is_left_to_the_user(line: str, said: str) -> None:
     assert note.line == 1 + len(line.splitlines()) and said in note.text
 
 
+@pytest.mark.parametrize(
+    ("line", "became"),
+    [
+        ("if a:\n\tm.save('m')", "if a:\n\tif hvdtrain.keras.rank() == 0:\n\t\tm.save('m')"),
+        ("m.save('m')  # end", "if hvdtrain.keras.rank() == 0:\n    m.save('m')  # end"),
+        ("if a: m.save('m')", None),
+        ("m.save('m'); print(m)", None),
+    ],
+)
+def test_where_a_file_is_written(line: str, became: str | None) -> None:
+    script = f"import keras  # first\nm.fit(x, y, epochs=1)\n{line}\n"
+    found = explicit(script)
+    ast.parse(found.text)
+    top, imported = found.text.splitlines()[:2]
+    assert (top, imported) == ("import keras  # first", "import hvdtrain")
+    assert found.text.endswith(f"epochs=1)\n{became or line}\n")
+    assert [note.line for note in found.notes] == ([] if became else [3])
+
+
 def test_a_script_that_trains_and_writes() -> None:
     script = '''"""Text."""
 import os
@@ -176,6 +195,15 @@ def test_scripts_of_strangers(script: Path) -> None:
     assert found.text.count("hvdtrain.Trainer(") == found.fits
 
 
+@pytest.mark.parametrize("head", [b"\xef\xbb\xbf", b"# -*- coding: latin-1 -*-\nname = '\xe4'\n"])
+def test_encodings(head: bytes, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_bytes(head + b"m.fit(x, y, epochs=2)\r\n")
+    done = CliRunner().invoke(main, ["new", "--from", str(script)])
+    assert done.exit_code == 0, done.output
+    assert "+hvdtrain.Trainer(m, global_batch_size=32).fit(x, y, epochs=2)\n" in done.stdout
+
+
 def test_the_command(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import keras\nnp.save('x', x)\nm.fit(x, y, epochs=2)\n")
@@ -194,6 +222,8 @@ def test_the_command(tmp_path: Path) -> None:
         (b"def f(:\n", "is not a Python script: invalid syntax"),
         (b"\xff\xfe\x00", "is not a Python script: "),
         (b"x = '\x00'", "is not a Python script: source code string cannot contain null bytes"),
+        (b"import horovod.keras as hvd\n", "train.py: line 1 imports Horovod or hvdtrain"),
+        (b"from hvdtrain import Trainer\n", "train.py: line 1 imports Horovod or hvdtrain"),
         (b"print(1)\n", "has no model.fit that could become one of an hvdtrain.Trainer"),
     ],
 )
