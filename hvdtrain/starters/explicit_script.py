@@ -35,6 +35,10 @@ _LOOP = (
     "every worker trains this on whole batches. To share them, put hvdtrain.keras.DistributedGradientTape around the "
     "tape, pass the data through dataset.apply(hvdtrain.data.shard), and call hvdtrain.keras.broadcast_variables first"
 )
+_WRITTEN_BEFORE = (
+    "every worker writes this file. Let rank 0 write it first: with hvdtrain.first_rank_first():"
+)
+_WRITTEN_AFTER = "every worker writes this file: let rank 0 alone do it"
 _ENGINES = {"horovod", "hvdtrain"}
 _NORMALIZATION = "BatchNormalization"
 
@@ -85,37 +89,35 @@ def explicit(script: str) -> Explicit:
     """
     source = _Source(script)
     tree = ast.parse(script)
+    _require_ordinary(tree)
+    edits: list[_Edit] = []
+    notes = [*_loops(tree), *_folders(tree)]
+    trained = []
+    for call in filter(_is_kerass, calls_of(tree, "fit")):
+        found = _trainer_in_place(call, tree, source)
+        if isinstance(found, Note):
+            notes.append(found)
+        else:
+            trained.append(call.lineno)
+            edits += found
+    if trained:
+        edits = [_imports(tree, source), *edits, *_synchronized(tree, source)]
+    for statement in _writing(tree):
+        if not trained or statement.lineno < min(trained):
+            notes.append(Note(statement.lineno, _WRITTEN_BEFORE))
+        elif not _is_alone(statement, source):
+            notes.append(Note(statement.lineno, _WRITTEN_AFTER))
+        else:
+            edits += _by_rank_0(statement, source)
+    return Explicit(source.edited(edits), len(trained), tuple(sorted(notes, key=lambda n: n.line)))
+
+
+def _require_ordinary(tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and _modules(node) & _ENGINES:
             raise UsageError(
                 f"line {node.lineno} imports Horovod or hvdtrain: it is no ordinary script"
             )
-    edits: list[_Edit] = []
-    notes: list[Note] = []
-    fits = [call for call in calls_of(tree, "fit") if _is_kerass(call)]
-    trained = []
-    for call in fits:
-        found = _trainer_in_place(call, tree, source)
-        if isinstance(found, Note):
-            notes.append(found)
-        else:
-            trained.append(call)
-            edits += found
-    if trained:
-        edits = [_imports(tree, source), *edits, *_synchronized(tree, source)]
-    first = min((call.lineno for call in trained), default=None)
-    for statement in _writing(tree):
-        if first is None or statement.lineno < first:
-            text = "every worker writes this file. Let rank 0 write it first: with hvdtrain.first_rank_first():"
-            notes.append(Note(statement.lineno, text))
-        elif not _is_alone(statement, source):
-            notes.append(
-                Note(statement.lineno, "every worker writes this file: let rank 0 alone do it")
-            )
-        else:
-            edits += _by_rank_0(statement, source)
-    notes += [*_loops(tree), *_folders(tree)]
-    return Explicit(source.edited(edits), len(trained), tuple(sorted(notes, key=lambda n: n.line)))
 
 
 def _modules(node: ast.Import | ast.ImportFrom) -> set[str]:
