@@ -53,7 +53,7 @@ def likely_causes(
     # Each explains those after it.
     kinds = (
         *(_of_data, _of_replicas, _of_rates, _of_settings, _of_start, _of_rounds),
-        *(_of_warnings, _of_scale, _of_gradients, _of_places, _of_files),
+        *(_of_warnings, _of_scale, _of_noise, _of_gradients, _of_places, _of_files),
     )
     return next((found for kind in kinds if (found := list(kind(case)))), [])
 
@@ -189,6 +189,18 @@ def _of_files(case: _Case) -> Iterator[str]:
         )
 
 
+def _of_noise(case: _Case) -> Iterator[str]:
+    """Explain what an optimizer such as Adam makes of a gradient that is 0 but for rounding."""
+    gaps = case.verdict.gaps
+    noise = [gap.name for gap in gaps if gap.explained > 1]
+    if 0 < len(noise) < len(gaps) / 2:  # If it is most of them, the step is random.
+        yield (
+            f"{noise[0]} is trained by rounding: its gradient is 0 but for that, and Adam and similar optimizers scale "
+            "any gradient to one size. The difference may have grown from there. In front of BatchNormalization, "
+            "use_bias=False avoids it."
+        )
+
+
 def _of_gradients(case: _Case) -> Iterator[str]:
     if case.verdict.outcome == "different" and _gradients(case.steps[1]):
         yield (
@@ -202,8 +214,7 @@ def _of_places(case: _Case) -> Iterator[str]:
     if case.verdict.outcome == "unclear":
         yield (
             "On one worker, two runs with the same examples differ: the step draws random numbers (dropout, noise, or "
-            "without a seed), treats examples by their places in the batch, or follows gradients that are only "
-            "rounding, as Adam does."
+            "without a seed), or treats examples by their places in the batch."
         )
 
 

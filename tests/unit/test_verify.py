@@ -129,6 +129,7 @@ ROWS = {n: tuple(f"{n}{row}" for row in range(6)) for n in (1, 2, 3)}
 TURNED = {n: rows[::-1] for n, rows in ROWS.items()}
 OTHER = {n: tuple(f"x{row}" for row in rows) for n, rows in ROWS.items()}
 MORE = {n: rows + rows for n, rows in ROWS.items()}
+NOISE = {"change": {1: {"dense/bias": BIAS + 0.12}}}
 FASTER = {step: {RATE: np.array(0.02)} for step in (0, 1)}
 STARTED = {step: {"dense/kernel": KERNEL + 1} for step in (0, 1)}
 GRADIENTS = {f"{GRADIENT_OF}dense/kernel": KERNEL, f"{GRADIENT_OF}dense/bias": BIAS + 1}
@@ -163,6 +164,7 @@ GRADIENTS = {f"{GRADIENT_OF}dense/kernel": KERNEL, f"{GRADIENT_OF}dense/bias": B
          "different", "each worker needs an equal share of the batch"),
         ({}, {}, {"noise": 0.5, "files": ("/a", "/b", "/c", "/d")}, "different", "write /a, /b, /c and 1 more: let"),
         ({}, {"noise": 0.5}, {}, "unclear", "the step draws random numbers"),
+        ({}, NOISE, {"noise": 0.5}, "different", "dense/bias is trained by rounding"),
         ({}, {}, {"noise": 0.5}, "different", ""),
     ],
 )  # fmt: skip
