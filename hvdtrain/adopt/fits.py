@@ -130,7 +130,7 @@ class AdoptedFits:
                 return adopted.trainer.evaluate(
                     as_inputs(given["x"]), given["y"], **{name: given[name] for name in names}
                 )
-            except UsageError:
+            except (UsageError, ReplicaError):
                 return original(model, *args, **kwargs)
 
     def _shared(self, model: keras.Model, given: dict[str, Any], seed: int, before: _Before) -> Any:
