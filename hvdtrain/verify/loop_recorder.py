@@ -25,6 +25,7 @@ from hvdtrain.keras_internals.variables import (
     unique,
     without,
 )
+from hvdtrain.verify.model_facts import facts_of
 from hvdtrain.verify.recording import (
     GRADIENT_OF,
     RecordedStep,
@@ -32,7 +33,6 @@ from hvdtrain.verify.recording import (
     write_replicas,
     write_step,
 )
-from hvdtrain.verify.settings import facts_of
 from hvdtrain.verify.step_recorder import EnoughSteps, Recorder
 
 ROUNDING = 1e-7

@@ -30,8 +30,8 @@ from hvdtrain.strategies.step_metrics import StepLogs
 from hvdtrain.strategies.strategy import Logs
 from hvdtrain.trackers.tracking import Tracking
 from hvdtrain.trainer.loop import FitPlan, Loop
+from hvdtrain.verify.model_facts import facts_of
 from hvdtrain.verify.recording import RecordedStep, write_facts, write_step
-from hvdtrain.verify.settings import facts_of
 
 _DIGEST_BYTES = 6
 

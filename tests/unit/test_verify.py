@@ -22,6 +22,7 @@ from hvdtrain.data import Share
 from hvdtrain.launch.running.timed_command import CompletedCommand
 from hvdtrain.verify.comparison import compare
 from hvdtrain.verify.likely_causes import likely_causes
+from hvdtrain.verify.model_facts import facts_of
 from hvdtrain.verify.recording import (
     GRADIENT_OF,
     RecordedStep,
@@ -32,7 +33,6 @@ from hvdtrain.verify.recording import (
     write_replicas,
     write_step,
 )
-from hvdtrain.verify.settings import facts_of
 from hvdtrain.verify.step_recorder import digests, in_order, turned_round
 
 RNG = np.random.default_rng(0)
