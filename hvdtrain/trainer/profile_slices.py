@@ -52,12 +52,35 @@ def op_slices(space: Any) -> Iterator[Slice]:
         for line in plane.lines:
             track = device + (line.display_name or line.name)
             begin = 1000 * (began + line.timestamp_ns)
-            for event in line.events:
-                at = begin + event.offset_ps
-                # Rounded alike, so that nested events stay nested.
-                yield Slice(
-                    track, names[event.metadata_id], at // 1000, (at + event.duration_ps) // 1000
-                )
+            times = (
+                (begin + one.offset_ps, one.duration_ps, one.metadata_id) for one in line.events
+            )
+            # Rounded alike, so that nested events stay nested.
+            yield from nested(
+                Slice(track, names[key], at // 1000, (at + duration) // 1000)
+                for at, duration, key in times
+            )
+
+
+def nested(slices: Iterable[Slice]) -> Iterator[Slice]:
+    """Yield the slices of one track in their order; one that outlasts a slice in which it begins, on a track beside it.
+
+    TensorFlow's profiler has such operations: asynchronous ones, and those of a thread that ended and one that took its
+    name.
+    """
+    tracks: list[
+        list[int]
+    ] = []  # The ends of the slices that are open at a time, the outermost first.
+    for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
+        for ends in tracks:
+            while ends and ends[-1] <= one.begin:
+                ends.pop()
+        place = next((n for n, ends in enumerate(tracks) if not ends or one.end <= ends[-1]), None)
+        if place is None:
+            place = len(tracks)
+            tracks.append([])
+        tracks[place].append(one.end)
+        yield one._replace(track=f"{one.track} #{place + 1}") if place else one
 
 
 def _session_began(space: Any) -> int:

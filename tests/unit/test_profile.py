@@ -31,6 +31,7 @@ from hvdtrain.trainer.profile_slices import (
     Slice,
     collective_slices,
     longest,
+    nested,
     op_slices,
     phase_slices,
     trace_events,
@@ -127,6 +128,15 @@ def test_operations_on_threads_and_streams() -> None:
         *(Slice("tf_Compute/42", "MatMul", *times) for times in ends),
         *(Slice("GPU:0 Stream #13(Compute)", "gemm", *times) for times in ends),
     ]
+
+
+def test_operations_that_overlap_get_a_track_each() -> None:
+    times = [(0, 10), (2, 5), (4, 8), (5, 9), (9, 12), (12, 13), (12, 12)]
+    found = [*nested(Slice("a", str(n), *both) for n, both in enumerate(times))]
+    assert_nested(found)
+    assert [(one.begin, one.end) for one in found] == sorted(times, key=lambda t: (t[0], -t[1]))
+    assert {one.name for one in found if one.track == "a"} == {"0", "1", "3", "5", "6"}
+    assert {one.name for one in found if one.track == "a #2"} == {"2", "4"}
 
 
 def test_the_shortest_operations_are_left_out() -> None:
