@@ -40,18 +40,21 @@ def settings_of(layers: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, S
     """Return the numbers, texts and switches in the configurations of layers and optimizers.
 
     Returns:
-        By a name for messages, such as "beta_1 of optimizer 'adam'".
+        By a name for messages, such as "rate of layer 'dropout'" or "beta_1 of the optimizer".
     """
     named = [(f"layer {layer.name!r}", layer) for layer in layers]
-    inner = map(inner_of, optimizers)
-    named += [(f"optimizer {one.name!r}", one) for one in inner]
+    # Keras numbers their names in the order in which they are made, which may differ.
+    several = len(optimizers) > 1
+    for number, one in enumerate(map(inner_of, optimizers), 1):
+        named.append((f"optimizer {number}" if several else "the optimizer", one))
     return {f"{name} of {owner}": value for owner, one in named for name, value in _values(one)}
 
 
 def _values(one: Any) -> Iterator[tuple[str, Setting]]:
     # The get_config of a script's own class may raise anything.
     with contextlib.suppress(Exception):
-        yield from _leaves("", one.get_config())
+        config = {key: value for key, value in one.get_config().items() if key != "name"}
+        yield from _leaves("", config)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Setting]]:

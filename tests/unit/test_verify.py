@@ -164,7 +164,7 @@ GRADIENTS = {f"{GRADIENT_OF}dense/kernel": KERNEL, f"{GRADIENT_OF}dense/bias": B
          "different", "each worker needs an equal share of the batch"),
         ({}, {}, {"noise": 0.5, "files": ("/a", "/b", "/c", "/d")}, "different", "write /a, /b, /c and 1 more: let"),
         ({}, {"noise": 0.5}, {}, "unclear", "the step draws random numbers"),
-        ({}, NOISE, {"noise": 0.5}, "different", "dense/bias is trained by rounding"),
+        ({}, NOISE, {"noise": 0.5}, "unclear", "dense/bias is trained by rounding"),
         ({}, {}, {"noise": 0.5}, "different", ""),
     ],
 )  # fmt: skip
@@ -233,7 +233,8 @@ def test_settings_and_warnings_of_models() -> None:
     assert facts_of([half], [])["precision"] == "float16"
     assert facts["settings"]["rate of layer 'drop'"] == 0.25
     assert facts["settings"]["units of layer 'last'"] == 2
-    assert facts["settings"]["beta_1 of optimizer 'adam'"] == 0.8
+    assert facts["settings"]["beta_1 of the optimizer"] == 0.8
+    assert not [name for name in facts["settings"] if name.startswith("name of")]
     (warning,) = facts["warnings"]
     assert "'drop'" in warning
 
