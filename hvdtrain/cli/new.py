@@ -72,8 +72,9 @@ def _print_changes(script: Path) -> None:
         raise UsageError(f"{script}: {error}") from None
     except (SyntaxError, ValueError) as error:
         raise UsageError(f"{script} is not a Python script: {error}") from None
-    lines = [one.splitlines(keepends=True) for one in (text, found.text)]
-    click.echo("".join(difflib.unified_diff(*lines, str(script), str(script))), nl=False)
+    before, after = (one.splitlines(keepends=True) for one in (text, found.text))
+    changes = difflib.unified_diff(before, after, str(script), str(script))
+    click.echo("".join(changes), nl=False)
     for note in found.notes:
         click.echo(f"{script}:{note.line}: {note.text}", err=True)
     if not found.fits:
