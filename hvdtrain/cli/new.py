@@ -74,8 +74,13 @@ def _print_changes(script: Path) -> None:
         raise UsageError(f"{script} is not a Python script: {error}") from None
     before, after = (one.splitlines(keepends=True) for one in (text, found.text))
     changes = difflib.unified_diff(before, after, str(script), str(script))
-    click.echo("".join(changes), nl=False)
+    click.echo("".join(map(_ended, changes)), nl=False)
     for note in found.notes:
         click.echo(f"{script}:{note.line}: {note.text}", err=True)
     if not found.fits:
         raise UsageError(f"{script} has no model.fit that could become one of an hvdtrain.Trainer")
+
+
+def _ended(line: str) -> str:
+    """Return a line of a diff as patch wants the last line of a file that ends without a newline."""
+    return line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"

@@ -34,6 +34,7 @@ NOT_HERE = (
     "./scripts/quickstart.sh",
     "./scripts/test.sh",
     "./scripts/setup.sh",
+    "patch",
     ".",
     "pip",
     "horovodrun",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,20 @@ def test_encodings(head: bytes, tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["new", "--from", str(script)])
     assert done.exit_code == 0, done.output
     assert "+hvdtrain.Trainer(m, global_batch_size=32).fit(x, y, epochs=2)\n" in done.stdout
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_the_diff_is_one_for_patch(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = Path("train.py")
+    script.write_text(f"import keras\n\nm.fit(x, y, batch_size=4){end}")
+    wanted = explicit(script.read_text()).text
+    diff = CliRunner().invoke(main, ["new", "--from", "train.py"]).stdout
+    # As patch does, but there wherever a clone is.
+    subprocess.run(["git", "apply", "-p0"], input=diff, text=True, check=True, capture_output=True)
+    assert script.read_text() == wanted
 
 
 def test_the_command(tmp_path: Path) -> None:
