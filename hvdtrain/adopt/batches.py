@@ -29,12 +29,12 @@ def batch_examples(x: Any, batch_size: int | None) -> tuple[int, Any]:
     if isinstance(x, tf.data.Dataset):
         return _of_dataset(x), x
     if isinstance(x, keras.utils.PyDataset):
-        return _examples(x[0]), x
+        return examples_in(x[0]), x
     if isinstance(x, Iterator):
         first = next(x, None)
         if first is None:
             raise UsageError("The generator yields nothing")
-        return _examples(first), itertools.chain([first], x)
+        return examples_in(first), itertools.chain([first], x)
     return batch_size or KERAS_DEFAULT, x
 
 
@@ -60,7 +60,12 @@ def _batch_size_in(dataset: Any) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _examples(batch: Any) -> int:
+def examples_in(batch: Any) -> int:
+    """Return the number of examples in a batch.
+
+    Raises:
+        UsageError: It has no arrays.
+    """
     leaves = [leaf for leaf in tf.nest.flatten(batch) if getattr(leaf, "shape", ())]
     if not leaves:
         raise UsageError("a batch of the data has no arrays")

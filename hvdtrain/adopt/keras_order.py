@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+from hvdtrain.adopt.batches import examples_in
 from hvdtrain.data.arrays import convert, is_arrays, unpack
 from hvdtrain.data.py_dataset import is_py_dataset
 from hvdtrain.data.structures import count_examples, take
@@ -109,5 +110,4 @@ def _has_equal_items(dataset: Any) -> bool:
     A Trainer takes a shorter one at the end only, so it cannot be shuffled among the others.
     """
     count = dataset.num_batches
-    lengths = [tf.nest.flatten(dataset[index])[0].shape[:1] for index in (0, (count or 1) - 1)]
-    return count is not None and lengths[0] == lengths[1]
+    return bool(count) and examples_in(dataset[0]) == examples_in(dataset[count - 1])

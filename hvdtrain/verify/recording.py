@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,8 @@ class Recording:
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write what describes the run, beside what was written of it before.
-
-    Values that JSON does not know are written as text.
-    """
-    (folder / FACTS).write_text(json.dumps({**_facts(folder), **facts}, default=str))
+    """Write what describes the run. Values that JSON does not know are written as text."""
+    (folder / FACTS).write_text(json.dumps(facts, default=str))
 
 
 def write_replicas(folder: Path, rank: int, step: int, arrays: Mapping[str, np.ndarray]) -> None:
@@ -72,9 +69,9 @@ def write_replicas(folder: Path, rank: int, step: int, arrays: Mapping[str, np.n
         file.write(json.dumps({"step": step, "values": values}) + "\n")
 
 
-def write_files(folder: Path, rank: int, paths: Iterable[str]) -> None:
+def write_files(folder: Path, rank: int, paths: Set[str]) -> None:
     """Write which files `rank` has written."""
-    (folder / f"files-{rank}.json").write_text(json.dumps(sorted(set(paths))))
+    (folder / f"files-{rank}.json").write_text(json.dumps(sorted(paths)))
 
 
 def write_step(folder: Path, step: RecordedStep) -> None:
@@ -97,7 +94,8 @@ def read_recording(folder: Path) -> Recording:
     lists = [json.loads(path.read_text()) for path in folder.glob("files-*.json")]
     writers = Counter(path for paths in lists for path in paths)
     files = tuple(path for path, ranks in writers.items() if ranks > 1)
-    return Recording(_facts(folder), steps, files)
+    facts = folder / FACTS
+    return Recording(json.loads(facts.read_text()) if facts.exists() else {}, steps, files)
 
 
 def _apart(folder: Path) -> dict[int, tuple[str, ...]]:
@@ -122,11 +120,6 @@ def _fingerprint(array: np.ndarray) -> tuple[float, float]:
 def _are_alike(values: Sequence[Sequence[float]]) -> bool:
     limit = ROUNDING * max(norm for norm, _ in values)
     return all(np.allclose(values[0], one, 0, limit, equal_nan=True) for one in values[1:])
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    path = folder / FACTS
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _lines(path: Path) -> list[Any]:

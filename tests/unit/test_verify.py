@@ -212,7 +212,7 @@ def test_what_the_ranks_hold_alike(tmp_path: Path) -> None:
             tmp_path, rank, 0, {"kernel": changed, "bias": turned, "rate": np.array(0.01)}
         )
         write_replicas(tmp_path, rank, 1, {"kernel": changed, "bias": bias, "n": np.array(rank)})
-        write_files(tmp_path, rank, ["/both", f"/{rank}"])
+        write_files(tmp_path, rank, {"/both", f"/{rank}"})
     found = read_recording(tmp_path)
     assert [step.apart for step in found.steps] == [(), ("bias", "n")]
     assert found.files == ("/both",)

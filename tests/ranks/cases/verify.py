@@ -103,18 +103,18 @@ def fit_by_keras(
     build: Any = dense,
     optimizer: Any = None,
     callbacks: Any = (),
+    guard: bool = True,
     **compiled: Any,
 ) -> None:
     """Each rank has every so many-th example of a batch."""
     ranks = ALL_RANKS.size()
-    keras.utils.set_random_seed(
-        ALL_RANKS.rank()
-    )  # The callback below gives all the weights of rank 0.
+    # The callback below gives all ranks the weights of rank 0.
+    keras.utils.set_random_seed(ALL_RANKS.rank())
     model = build()
     inner = optimizer or keras.optimizers.Adam(rate, global_clipnorm=1.0)
     model.compile(hvd.DistributedOptimizer(inner), "mse", **compiled)
     x, y = (array[ALL_RANKS.rank() :: ranks] for array in (X, Y))
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0, guard=False), *callbacks]
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0, guard=guard), *callbacks]
     model.fit(x, y, batch_size=8 // ranks, shuffle=False, callbacks=callbacks, verbose=0)
 
 
@@ -199,7 +199,9 @@ DIFFERENT: dict[str, Callable[[], None]] = {
     "own loop with dropout": lambda: own_loop(
         compiled=True, build=lambda: dense(layers.Dropout(0.5))
     ),
-    "model.fit with the rate of one worker": lambda: fit_by_keras(callbacks=[RateOfOneWorker()]),
+    "model.fit with the rate of one worker": lambda: fit_by_keras(
+        callbacks=[RateOfOneWorker()], guard=False
+    ),
     "model.fit with BatchNormalization": lambda: fit_by_keras(
         build=lambda: dense(layers.BatchNormalization())
     ),
