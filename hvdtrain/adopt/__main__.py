@@ -39,11 +39,12 @@ def run_adopted(script: str, arguments: Sequence[str]) -> None:
     """Run `script` on this rank. Raises what the script raises."""
     rank = init(SEED)
     from hvdtrain.adopt.fits import adopted_fits
-    from hvdtrain.adopt.notes import Notes, own_loops_noted
+    from hvdtrain.adopt.notes import Notes
     from hvdtrain.adopt.once import done_once
     from hvdtrain.adopt.private_folder import private_folder
     from hvdtrain.adopt.random_maps import random_maps_in_order
     from hvdtrain.adopt.same_seeds import same_seeds
+    from hvdtrain.adopt.shared_steps import shared_steps
 
     with contextlib.ExitStack() as blocks:
         folder = blocks.enter_context(private_folder(rank))
@@ -54,7 +55,7 @@ def run_adopted(script: str, arguments: Sequence[str]) -> None:
         blocks.enter_context(same_seeds(SEED))
         blocks.enter_context(random_maps_in_order())
         fits = blocks.enter_context(adopted_fits(rank, notes, folder))
-        blocks.enter_context(own_loops_noted(notes, fits))
+        blocks.enter_context(shared_steps(notes, fits, Path(script).absolute().parent))
         sys.argv = [script, *arguments]
         if not is_path_safe():
             sys.path[0:0] = [str(Path(script).absolute().parent)]

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Protocol
-from unittest import mock
-
-import tensorflow as tf
 
 from hvdtrain.messages import logger
 from hvdtrain.runtime import Rank
@@ -49,23 +43,3 @@ class Notes:
             frame = frame.f_back
         name = self._script.rpartition("/")[2]
         return name if frame is None else f"{name}:{frame.f_lineno}"
-
-
-class Training(Protocol):
-    """What runs model.fit."""
-
-    running: bool
-
-
-@contextlib.contextmanager
-def own_loops_noted(notes: Notes, fits: Training) -> Iterator[None]:
-    """Tell of training loops of the script's own in this block, which every rank runs as they are."""
-    gradient = tf.GradientTape.gradient
-
-    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not fits.running and notes.rank.size > 1:
-            notes.tell("the training loop", f"{WHOLE}. {BY_HAND}")
-        return gradient(self, *args, **kwargs)
-
-    with mock.patch.object(tf.GradientTape, "gradient", noting):
-        yield

@@ -118,7 +118,7 @@ def first_divergent_collective(graph: Any, own_state: Iterable[tf.Variable] = ()
 
 def _first_parting(graph: Any, own: Names) -> str:
     for op in graph.get_operations():
-        bodies = _bodies(op)
+        bodies = bodies_of(op)
         parts = op.type in BRANCHES and op.inputs[0].name in own
         if parts and any(_communicates(body) for body, _ in bodies):
             return _line_of_user(op)
@@ -130,7 +130,7 @@ def _first_parting(graph: Any, own: Names) -> str:
 
 def _communicates(graph: Any) -> bool:
     return any(
-        op.type.startswith("Horovod") or any(_communicates(body) for body, _ in _bodies(op))
+        op.type.startswith("Horovod") or any(_communicates(body) for body, _ in bodies_of(op))
         for op in graph.get_operations()
     )
 
@@ -182,7 +182,7 @@ def _own(graph: Any, fed: Names) -> Names:
             continue
         if not any(tensor.name in found for tensor in op.inputs):
             continue
-        bodies = _bodies(op)
+        bodies = bodies_of(op)
         if not bodies or (op.type in BRANCHES and op.inputs[0].name in found):
             found.update(tensor.name for tensor in op.outputs)
         for body, inputs in bodies:
@@ -192,7 +192,7 @@ def _own(graph: Any, fed: Names) -> Names:
     return found
 
 
-def _bodies(op: tf.Operation) -> list[tuple[Any, Sequence[tf.Tensor]]]:
+def bodies_of(op: tf.Operation) -> list[tuple[Any, Sequence[tf.Tensor]]]:
     """Return the graphs that `op` runs, each with its inputs."""
     inputs = op.inputs[1:] if op.type in BRANCHES else op.inputs
     names = [op.get_attr(attribute).name for attribute in BODIES.get(op.type, ())]
@@ -221,7 +221,7 @@ def _first(values: Sequence[tf.Tensor], reduced: Sequence[tf.Tensor], own: Names
         used = [tensor for tensor in op.outputs if tensor.name in needed]
         if not used or not any(tensor.name in own for tensor in used):
             continue
-        for body, inputs in _bodies(op):
+        for body, inputs in bodies_of(op):
             inner = [body.outputs[tensor.value_index] for tensor in used]
             sums = [body.outputs[t.value_index] for t in used if t.name in behind]
             if line := _first(inner, sums, _own(body, _passed(inputs, body, own))):

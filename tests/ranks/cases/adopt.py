@@ -38,7 +38,7 @@ def case_scripts() -> dict[str, Any]:
         script, folder = SCRIPTS / f"{name}.py", Path(os.environ["FOLDER"], name)
         folder.mkdir(exist_ok=True)
         any_rank(False, "folder_is_there")
-        weights, told = _run(partial(run_adopted, str(script), []), folder)
+        weights, told = run_beside(partial(run_adopted, str(script), []), folder)
         any_rank(False, "all_have_ended")
         one = reference(partial(_one_process, script), name=name, any_size=True)
         found[name] = {
@@ -73,7 +73,7 @@ def case_once() -> list[Any]:
         mock.patch.object(file_utils, "urlretrieve", side_effect=retrieve) as downloads,
         mock.patch.object(builtins, "input", lambda prompt: f"{prompt}{rank}"),
     ):
-        _run(partial(run_adopted, str(script), []), folder)
+        run_beside(partial(run_adopted, str(script), []), folder)
     main = vars(sys.modules["__main__"])
     return [downloads.call_count, main["line"], main["name"]]
 
@@ -88,7 +88,7 @@ def case_explicit() -> list[Any]:
     script = folder / f"rank-{ALL_RANKS.rank()}.py"
     script.write_text(explicit(source.read_text()).text)
     sys.argv = [str(script)]
-    return _run(partial(run_script, str(script)), folder)[0]
+    return run_beside(partial(run_script, str(script)), folder)[0]
 
 
 WHOLE = """
@@ -107,7 +107,7 @@ def case_whole() -> list[Any]:
     """Return what this rank has after each epoch of a fit that every rank trains on whole batches."""
     script = Path(os.environ["FOLDER"], f"whole-{ALL_RANKS.rank()}.py")
     script.write_text(WHOLE)
-    _run(partial(run_adopted, str(script), []), script.parent)
+    run_beside(partial(run_adopted, str(script), []), script.parent)
     seen: list[Any] = vars(sys.modules["__main__"])["seen"]
     return seen
 
@@ -116,11 +116,11 @@ def _one_process(script: Path) -> dict[str, Any]:
     folder = Path(os.environ["FOLDER"], f"plain {script.stem}")
     folder.mkdir()
     sys.argv = [str(script)]
-    weights, _ = _run(partial(run_script, str(script)), folder)
+    weights, _ = run_beside(partial(run_script, str(script)), folder)
     return {"weights": weights}
 
 
-def _run(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]], list[str]]:
+def run_beside(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]], list[str]]:
     """Run a script in `folder`; return the weights of its models, and hvdtrain's messages."""
     models: list[keras.Model] = []
     compiling = BaseTrainer.compile
