@@ -100,7 +100,7 @@ class Watch:
         @functools.wraps(apply)
         def note(*args: Any, **kwargs: Any) -> Any:
             self.trained = True
-            setattr(optimizer, method, apply)
+            _remove(optimizer, method, note, apply)
             return apply(*args, **kwargs)
 
         setattr(optimizer, method, note)
@@ -150,10 +150,17 @@ def _note_calls(operations: Any, watching: Watch) -> None:
         def note(*args: Any, **kwargs: Any) -> Any:
             watching.settled = True
             for name, operation in originals.items():
-                setattr(operations, name, operation)
+                _remove(operations, name, noted[name], operation)
             return original(*args, **kwargs)
 
         return note
 
-    for name, original in originals.items():
-        setattr(operations, name, noting(original))
+    noted = {name: noting(original) for name, original in originals.items()}
+    for name, note in noted.items():
+        setattr(operations, name, note)
+
+
+def _remove(owner: Any, name: str, note: Any, original: Any) -> None:
+    """Put `original` in the place of `note`, unless something else wraps it by now."""
+    if getattr(owner, name) is note:
+        setattr(owner, name, original)

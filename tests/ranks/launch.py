@@ -36,6 +36,8 @@ from pool import Kind, Pool, Pools, Ran, end_family
 CONTROLLERS = ("mpi", "gloo")
 MPI_OR_SLOW_GLOO = ("mpi", pytest.param("gloo", marks=pytest.mark.slow))
 """For tests that depend little on the controller."""
+MPI_OR_GLOO_IN_ALL = ("mpi", pytest.param("gloo", marks=pytest.mark.all_cases))
+"""For tests of what is above the collectives, which are tested over both."""
 ROOT = Path(__file__).resolve().parents[2]
 STALL_SHUTDOWN_SECONDS = 16
 ENVIRONMENT = {

@@ -1,10 +1,10 @@
 """What Horovod's own tests of its TensorFlow module ask for, on two ranks; see test_collectives.py as well."""
 
 import pytest
-from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
+from launch import MPI_OR_GLOO_IN_ALL, Results, on_ranks
 
 
-@pytest.fixture(scope="module", params=MPI_OR_SLOW_GLOO)
+@pytest.fixture(scope="module", params=MPI_OR_GLOO_IN_ALL)
 def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("horovod_tensorflow", controller=request.param)
 

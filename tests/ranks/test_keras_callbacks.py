@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
+from launch import MPI_OR_GLOO_IN_ALL, Results, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +12,7 @@ def results() -> Results:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("controller", MPI_OR_SLOW_GLOO)
+@pytest.mark.parametrize("controller", MPI_OR_GLOO_IN_ALL)
 def test_horovods_documented_example(controller: str) -> None:
     results = on_ranks("keras_callbacks", controller=controller)
     root, other = results.of("case_documented_example")

@@ -1,10 +1,10 @@
 """The collectives of hvdtrain.keras, SyncBatchNormalization and load_model on two ranks."""
 
 import pytest
-from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
+from launch import MPI_OR_GLOO_IN_ALL, Results, on_ranks
 
 
-@pytest.fixture(scope="module", params=MPI_OR_SLOW_GLOO)
+@pytest.fixture(scope="module", params=MPI_OR_GLOO_IN_ALL)
 def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("keras_collectives", np=2, controller=request.param)
 

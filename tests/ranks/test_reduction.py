@@ -16,7 +16,11 @@ ROUNDINGS = {
 }
 
 
-KINDS = ((2, "mpi"), *(pytest.param((np, "gloo"), marks=pytest.mark.slow) for np in (2, 3)))
+KINDS = (
+    (2, "mpi"),
+    pytest.param((2, "gloo"), marks=pytest.mark.all_cases),
+    pytest.param((3, "gloo"), marks=pytest.mark.slow),
+)
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)

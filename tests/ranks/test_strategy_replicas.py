@@ -12,6 +12,7 @@ import pytest
 from launch import Results, on_ranks
 
 EXACT = 1e-5
+MARKS = (pytest.mark.slow, pytest.mark.all_cases)
 
 
 @functools.cache
@@ -41,13 +42,16 @@ def check(found: dict[str, Any], place: str = "") -> None:
             assert value <= EXACT, f"{place} {name}: {value}"
 
 
+SAME = ("case_adam", "case_optimizers", "case_ways_of_running", "case_tails")
+
+
 @pytest.mark.parametrize(
-    "case",
+    ("strategy", "case"),
     [
-        pytest.param("case_adam", marks=pytest.mark.slow),
-        pytest.param("case_optimizers", marks=pytest.mark.slow),
-        pytest.param("case_ways_of_running", marks=pytest.mark.slow),
-        pytest.param("case_tails", marks=pytest.mark.slow),
+        # Both strategies run the same code on replicas.
+        pytest.param(strategy, case, marks=MARKS[(number + place) % 2])
+        for place, strategy in enumerate(("central-storage", "tpu"))
+        for number, case in enumerate(SAME)
     ],
 )
 def test_same_as_one_process(strategy: str, case: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
+from launch import MPI_OR_GLOO_IN_ALL, Results, on_ranks
 
 
-@pytest.fixture(scope="module", params=MPI_OR_SLOW_GLOO)
+@pytest.fixture(scope="module", params=MPI_OR_GLOO_IN_ALL)
 def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("tape", np=2, controller=request.param)
 

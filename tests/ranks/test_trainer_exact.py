@@ -22,7 +22,8 @@ def two() -> Results:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)]
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.all_cases), 2, pytest.param(3, marks=SLOW)],
 )
 def results(request: pytest.FixtureRequest, two: Results) -> Results:
     if request.param == 2:
