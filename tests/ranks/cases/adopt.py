@@ -123,12 +123,18 @@ def _one_process(script: Path) -> dict[str, Any]:
 def run_beside(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]], list[str]]:
     """Run a script in `folder`; return the weights of its models, and hvdtrain's messages."""
     models: list[keras.Model] = []
-    compiling = BaseTrainer.compile
+    compiling, calling = BaseTrainer.compile, keras.Model.__call__
+    called: list[keras.Model] = []
 
     def noting(model: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(model is known for known in models):
             models.append(model)
         return compiling(model, *args, **kwargs)
+
+    def noting_call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(model is known for known in called):
+            called.append(model)
+        return calling(model, *args, **kwargs)
 
     before, path, environment = Path.cwd(), list(sys.path), dict(os.environ)
     keras.utils.set_random_seed(0)
@@ -136,6 +142,7 @@ def run_beside(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]
     try:
         with (
             mock.patch.object(BaseTrainer, "compile", noting),
+            mock.patch.object(keras.Model, "__call__", noting_call),
             _messages() as told,
             contextlib.suppress(SystemExit),
             contextlib.redirect_stdout(io.StringIO()),
@@ -151,6 +158,7 @@ def run_beside(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]
         keras.config.set_dtype_policy("float32")
     of_script = vars(sys.modules["__main__"]).values()
     models += [one for one in of_script if isinstance(one, keras.Model) and one not in models]
+    models = models or called  # A model of a function's own, in a loop.
     weights = [[np.asarray(weight) for weight in model.weights] for model in models]
     keras.backend.clear_session()
     return weights, told
