@@ -38,6 +38,31 @@ def batch_examples(x: Any, batch_size: int | None) -> tuple[int, Any]:
     return batch_size or KERAS_DEFAULT, x
 
 
+def first_batches(
+    data: Any, steps: int | None, batch_size: int | None, size: int
+) -> tuple[Any, int | None]:
+    """Return data to evaluate on, and how many global batches of it: as many examples as Keras reads in `steps`.
+
+    Args:
+        data: The data; only a Dataset has batches of its own.
+        steps: Number of batches, of the size that the script gives them; None: all.
+        batch_size: Their size, if the data is arrays and the script gives one.
+        size: Number of examples in a global batch.
+
+    Raises:
+        UsageError: Global batches of another size cannot make up for it.
+    """
+    if steps is None:
+        return data, None
+    if isinstance(data, tf.data.Dataset):
+        return data.take(steps), None
+    if isinstance(data, Iterator | keras.utils.PyDataset):
+        raise UsageError("the number of steps of the evaluation counts batches of another size")
+    if batch_size not in (None, size):
+        raise UsageError(f"the evaluation counts batches of {batch_size}, the training of {size}")
+    return data, steps
+
+
 def _of_dataset(dataset: tf.data.Dataset) -> int:
     """Return the batch size in the pipeline; to read a batch would change the order in which others come."""
     if not is_batched(dataset):

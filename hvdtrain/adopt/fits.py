@@ -19,7 +19,12 @@ from unittest import mock
 import keras
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 
-from hvdtrain.adopt.batches import Replayable, batch_examples
+from hvdtrain.adopt.batches import (
+    KERAS_DEFAULT,
+    Replayable,
+    batch_examples,
+    first_batches,
+)
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import WHOLE, Notes
 from hvdtrain.adopt.private_folder import PrivateFolder
@@ -41,7 +46,6 @@ _NAME = "_hvdtrain_adopted"
 """Entry of a model's __dict__: its Trainer."""
 _OF_TRAINER = (
     "epochs",
-    "validation_steps",
     "validation_freq",
     "steps_per_epoch",
     "class_weight",
@@ -124,11 +128,17 @@ class AdoptedFits:
         adopted = vars(model).get(_NAME)
         if self._is_kerass(given) or adopted is None or adopted.trainer is None:
             return original(model, *args, **kwargs)
-        names = ("sample_weight", "verbose", "steps", "callbacks", "return_dict")
+        names = ("sample_weight", "verbose", "callbacks", "return_dict")
         with self._alone():
             try:
+                x, steps = first_batches(
+                    as_inputs(given["x"]),
+                    given["steps"],
+                    given["batch_size"] or KERAS_DEFAULT,
+                    adopted.batch,
+                )
                 return adopted.trainer.evaluate(
-                    as_inputs(given["x"]), given["y"], **{name: given[name] for name in names}
+                    x, given["y"], steps=steps, **{name: given[name] for name in names}
                 )
             except (UsageError, ReplicaError):
                 return original(model, *args, **kwargs)
@@ -156,6 +166,9 @@ class AdoptedFits:
         validation = given["validation_data"]
         if given["validation_split"] and validation is None:
             train, validation = split_arrays(*train, given["validation_split"])
+        validation, taken["validation_steps"] = first_batches(
+            validation, given["validation_steps"], given["validation_batch_size"], size
+        )
         shuffle = given["shuffle"]
         if shuffle and self._seed.is_set:
             shuffled = in_keras_order(train, size, shuffle, given["steps_per_epoch"])

@@ -17,6 +17,11 @@ from hvdtrain.launch.rank_program import Program, rank_command
 from hvdtrain.launch.running.timed_command import ending_commands, run
 from hvdtrain.verify.recorded_run import ADOPTED, AS_IS, BACKWARDS, FORWARDS
 
+_ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    # TensorFloat-32 rounds products of a batch of another size in another way, by up to 1e-2.
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
 _RUNS = ("one", "reordered", "several")
 _LINES = 20
 """Lines of a failed run's output in the message."""
@@ -89,7 +94,7 @@ def _run(command: list[str], name: str, np: int, timeout: int) -> None:
     Raises:
         EngineError: It failed, or took longer than `timeout` seconds.
     """
-    done = run(command, limit=timeout, environ={"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ})
+    done = run(command, limit=timeout, environ={**_ENVIRONMENT, **os.environ})
     assert done is not None, "this Python has gone"
     if done.returncode == 0:
         return

@@ -375,9 +375,10 @@ def _cannot_be_traced(model: keras.Model, why: str) -> str:
 
 def _does_not_add_up(model: keras.Model, found: Sequence[Verdict]) -> str:
     worst = max(found, key=lambda each: each.gap)
+    gap = f"{worst.gap:.0%}" if worst.gap >= 0.01 else f"{worst.gap:.1%}"
     begin = (
         "The gradients of the parts of a batch do not add up to those of the batch: that of "
-        f"{worst.worst!r} differs by {worst.gap:.0%}, and each worker has only a part of the "
+        f"{worst.worst!r} differs by {gap}, and each worker has only a part of the "
         "batch. "
     )
     if all(each.as_sum for each in found):

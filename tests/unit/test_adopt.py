@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from hvdtrain.adopt.batches import Replayable, batch_examples
+from hvdtrain.adopt.batches import Replayable, batch_examples, first_batches
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.private_folder import MOST_ENTRIES, PrivateFolder, mirror, private_folder
 from hvdtrain.adopt.random_maps import random_maps_in_order
@@ -374,3 +374,17 @@ def test_the_stall_check_is_patient(
     printed = CliRunner().invoke(main, words).output
     for name, seconds in zip(("warning", "shutdown"), times, strict=True):
         assert f"--stall-check-{name}-time-seconds {seconds}" in printed
+
+
+def test_an_evaluation_reads_as_many_examples_as_keras_does() -> None:
+    batches = tf.data.Dataset.range(128).batch(16).repeat()
+    data, steps = first_batches(batches, 2, None, 8)
+    assert steps is None and len(data) == 2
+    assert sum(len(batch) for batch in data) == 32
+    assert first_batches(batches, None, None, 8) == (batches, None)
+    arrays = (np.ones(9), np.ones(9))
+    assert first_batches(arrays, 2, 8, 8) == (arrays, 2)
+    with pytest.raises(UsageError, match="batches of 4, the training of 8"):
+        first_batches(arrays, 2, 4, 8)
+    with pytest.raises(UsageError, match="another size"):
+        first_batches(iter(arrays), 2, None, 8)

@@ -108,6 +108,25 @@ def test_each_workers_sum_is_rounded(precision: str, limit: float) -> None:
         assert compare(one, one, recording(noise=noise))[1].outcome == outcome
 
 
+def test_the_last_bit_of_a_value_that_hardly_changes() -> None:
+    """A scale of BatchNormalization, near 1, in a training with a small rate."""
+    begin = {0: {"norm/gamma": np.ones(8, "float32")}}
+    gamma = np.full(8, 1.001, "float32")
+    bits = gamma + np.float32(1.2e-7) * (np.arange(8) % 2)
+    one = recording(begin | {1: {"norm/gamma": gamma}})
+    for change, outcome in ((bits, "same"), (gamma + np.float32(1e-6), "different")):
+        several = recording(begin | {1: {"norm/gamma": change.astype("float32")}})
+        assert compare(one, one, several)[1].outcome == outcome
+
+
+def test_a_kink_that_the_reversed_batch_has_elsewhere() -> None:
+    """Where it changes one variable by rounding, it may change any other."""
+    reordered = recording({1: {"dense/bias": BIAS + 0.1003}})
+    for change, outcome in ((2e-4, "same"), (1e-2, "different")):
+        several = recording({1: {"dense/kernel": KERNEL + 0.1 + change}})
+        assert compare(ONE, reordered, several)[1].outcome == outcome
+
+
 def test_a_nan_on_both_is_the_same() -> None:
     broken = {3: {"dense/bias": np.full(3, np.nan, "float32")}}
     last = compare(recording(broken), recording(broken, noise=1e-6), recording(broken))[3]
