@@ -159,7 +159,7 @@ class AdoptedFits:
         taken = {name: given[name] for name in _OF_TRAINER}
         how = f"{self._rank.size} workers share each batch of {size}"
         tells = keras.callbacks.LambdaCallback(
-            on_train_begin=lambda logs: self._notes.tell("fit", how)
+            on_train_begin=lambda logs: self._notes.tell("fit", how + self._unlike(model))
         )
         taken["callbacks"] = [tells, *keras.tree.flatten(given["callbacks"] or [])]
         train = (as_inputs(data), given["y"], given["sample_weight"])
@@ -176,6 +176,17 @@ class AdoptedFits:
                 train, shuffle = (shuffled, None, None), False
         with synchronized(model):
             return trainer.fit(*train, validation_data=validation, shuffle=bool(shuffle), **taken)
+
+    def _unlike(self, model: keras.Model) -> str:
+        """Return why the result of a fit is not that of one process; "" if nothing is known to differ."""
+        why = ""
+        if not self._seed.is_set:
+            why += ". The script sets no seed (keras.utils.set_random_seed), so each run differs"
+        if seed_variables(model):
+            why += (
+                ". Layers that draw random numbers, such as dropout, draw others than on one worker"
+            )
+        return why
 
     def _trainer_of(self, model: keras.Model, batch: int) -> Trainer:
         """Return the model's Trainer; a new one if it was compiled again, or the batches have another size."""

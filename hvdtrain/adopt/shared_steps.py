@@ -24,6 +24,7 @@ from hvdtrain.adopt.notes import BY_HAND, WHOLE, Notes
 from hvdtrain.adopt.step_arguments import StepArguments
 from hvdtrain.adopt.step_trace import Tracing, is_variable
 from hvdtrain.adopt.step_trial import StepTrial
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.data_dependence import first_decision
 
@@ -157,10 +158,13 @@ class SharedSteps:
                 step.trace(function, self._during, arguments, self._rank)
             except Exception as error:  # Whatever a stranger's code raises when it is traced again.
                 step.refuse(error)
-            if step.reason:
+            reasons = ALL_RANKS.exchange(step.reason, "adopted_step")
+            plain = functools.partial(original, function, *args, **kwargs)
+            if any(reasons):
+                step.reason = next(filter(None, reasons))
                 self._tell_whole(step.reason)
-                return original(function, *args, **kwargs)
-            result = step.run(arguments, self._rank)
+                return plain()
+            result = step.run(arguments, self._rank, plain)
             if step.reason:
                 self._tell_whole(step.reason, was_shared)
             elif step.shared is not None:

@@ -76,20 +76,46 @@ class StepTrial:
         share.get_concrete_function(*args, **kwargs)
         self._whole, self._share = whole, share
 
-    def run(self, arguments: StepArguments, rank: Rank) -> Any:
-        """Compute the step on the whole batch, and return its result. What the shares tell is known afterwards."""
-        args, kwargs = arguments.structure
-        before = [read(handle) for handle in self._handles]
-        result, gradients = self._whole(*args, **kwargs)
-        after = [read(handle) for handle in self._handles]
+    def run(self, arguments: StepArguments, rank: Rank, original: Callable[[], Any]) -> Any:
+        """Compute the step on the whole batch by `original`; return its result, and learn from the shares."""
+        before = self._read()
+        result = original()
+        after = self._read()
         try:
-            found = self._on_share(before, leaves_of(gradients), arguments.share(rank))
-            self._learn(before, after, leaves_of(result), found)
+            whole = leaves_of(result)
+            gradients = self._gradients(arguments, before, after, whole)
+            found = self._on_share(before, gradients, arguments.share(rank))
+            self._learn(before, after, whole, found)
         except (UsageError, tf.errors.OpError) as error:
             self.refuse(error)
         finally:
             self._put(after)
         return result
+
+    def _gradients(
+        self,
+        arguments: StepArguments,
+        before: Sequence[Any],
+        after: Sequence[Any],
+        results: Sequence[np.ndarray],
+    ) -> list[np.ndarray]:
+        """Return the gradients of the whole batch.
+
+        Raises:
+            UsageError: The step, traced anew, has other results: a value in Python has changed since it was traced.
+        """
+        self._put(before)
+        args, kwargs = arguments.structure
+        result, gradients = self._whole(*args, **kwargs)
+        pairs = zip(results, leaves_of(result), strict=True)
+        alike = all("same" in output_rules(one, [other]) for one, other in pairs)
+        states = zip(before, after, self._read(), strict=True)
+        if not alike or not all(
+            "same" in state_rules(old.numpy(), new.numpy(), [again.numpy()])
+            for old, new, again in states
+        ):
+            raise UsageError("it has another result when it is traced again")
+        return leaves_of(gradients)
 
     def _on_share(
         self,
@@ -104,8 +130,9 @@ class StepTrial:
                 self._reduction, self._share = reduction, self._trace(reduction)
             self._put(before)
             result, gradients = self._share(*share[0], **share[1])
-            if same_gradients(whole, leaves_of(gradients)):
-                return [*leaves_of(result), *(read(handle).numpy() for handle in self._handles)]
+            alike = same_gradients(whole, leaves_of(gradients))
+            if all(ALL_RANKS.exchange(alike, "adopted_gradients")):
+                return [*leaves_of(result), *(one.numpy() for one in self._read())]
         raise UsageError("the gradients of its shares do not add up to those of the whole batch")
 
     def _learn(
@@ -138,6 +165,9 @@ class StepTrial:
         elif self.shared is None:
             merge = merged(self._handles, clear[count:], clear[:count])
             self.shared = self._trace(self._reduction, merge)
+
+    def _read(self) -> list[Any]:
+        return [read(handle) for handle in self._handles]
 
     def _put(self, values: Sequence[Any]) -> None:
         for handle, value in zip(self._handles, values, strict=True):

@@ -24,6 +24,7 @@ TOLD = {
     "eager": "the training loop at",
     "value_decides": "a value of the batch decides what it does",
     "iterator": "no argument of it is a batch",
+    "changed_in_python": "it has another result when it is traced again",
     "effects": "which may change more than variables",
 }
 ROUNDING = 1e-5

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -248,8 +249,8 @@ class Watch:
 def _end_after_grace(problem: str) -> None:
     """End this process unless it ends by itself: it may block forever in a call to the lost host."""
     time.sleep(GRACE_SECONDS)
-    # Otherwise the script has ended, with this message as its error.
-    if threading.main_thread().is_alive():
+    # Otherwise the script has ended, or is ending, with this message as its error.
+    if threading.main_thread().is_alive() and not hasattr(sys, "last_value"):
         failure = Failure(0, EXIT_FAILURE, False, problem)
         line = failure.to_line() if TERMINAL in os.environ else f"Error: {problem}"
         os.write(2, f"\n{line}\n".encode(errors="backslashreplace"))

@@ -22,7 +22,7 @@ x = np.random.normal(size=(272, 8)).astype("float32")
 y = np.random.randint(0, 3, 272)
 part = (np.random.uniform(size=272) > 0.3).astype("float32")
 def net(*extra):
-    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), *extra, keras.layers.Dense(3)])
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh"), *extra, keras.layers.Dense(3)])
 model = net()
 optimizer = keras.optimizers.Adam(0.01)
 loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -158,6 +158,19 @@ def shared(batches):
     with tf.GradientTape() as tape:
         loss = loss_of(y, model(x, training=True))
     train(tape, loss)
+    return loss
+""",
+    "changed_in_python": """
+scale = [1.0]
+@tf.function
+def traced(x, y):
+    with tf.GradientTape() as tape:
+        loss = loss_of(y, model(x, training=True)) * scale[0]
+    train(tape, loss)
+    return loss
+def step(x, y, part):
+    loss = traced(x, y)
+    scale[0] = 2.0  # TensorFlow does not look at it again.
     return loss
 """,
     "effects": """
