@@ -278,10 +278,10 @@ def adopted_fits(rank: Rank, notes: Notes, folder: PrivateFolder) -> Iterator[Ad
     fits = AdoptedFits(rank, notes, folder, seed)
     with (
         seed.watched(),
-        _led(keras.Model, "fit", fits.fit),
-        _led(keras.Model, "evaluate", fits.evaluate),
+        led(keras.Model, "fit", fits.fit),
+        led(keras.Model, "evaluate", fits.evaluate),
         # Of the class that defines it, as Keras looks whether a model's class overrides it.
-        _led(BaseTrainer, "compile", _compiled_anew),
+        led(BaseTrainer, "compile", _compiled_anew),
     ):
         yield fits
 
@@ -300,14 +300,15 @@ def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     return call.arguments
 
 
-def _led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
+def led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
+    """Return a context in which `replacement` is called in place of a method, with the method before its arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def led(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         return replacement(original, self, *args, **kwargs)
 
-    return mock.patch.object(owner, name, led)
+    return mock.patch.object(owner, name, call)
 
 
 def _reason(error: Exception) -> str:

@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
-from unittest import mock
 
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
+from hvdtrain.adopt.fits import led
 from hvdtrain.adopt.notes import BY_HAND, WHOLE, Notes
 from hvdtrain.adopt.step_arguments import StepArguments
 from hvdtrain.adopt.step_trace import Tracing, is_variable
@@ -62,17 +62,20 @@ class SharedSteps:
         self._tracing: Tracing | None = None
 
     def call(
-        self, original: Callable[..., Any], function: Function, *args: Any, **kwargs: Any
+        self, original: Callable[..., Any], function: Function, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a tf.function; if it is a training step that can be shared, share the work."""
         if not self._may_be_a_step(function):
             return original(function, *args, **kwargs)
         self._calling = function
         try:
-            step = self._step(function, args, kwargs)
+            if function not in self._training:
+                return original(function, *args, **kwargs)
+            arguments = StepArguments.of(args, kwargs)
+            step = self._step(function, arguments)
             if step is None:
                 return original(function, *args, **kwargs)
-            return self._next(step, function, StepArguments.of(args, kwargs), original)
+            return self._next(step, function, arguments, original)
         finally:
             self._calling = None
 
@@ -124,14 +127,9 @@ class SharedSteps:
         file = "" if code is None else code.co_filename
         return file.startswith(self._folder) and "site-packages" not in file
 
-    def _step(
-        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> StepTrial | None:
-        """Return what is known of a function with such arguments; None if it is not to be shared."""
-        if function not in self._training:
-            return None
+    def _step(self, function: Function, arguments: StepArguments) -> StepTrial | None:
+        """Return what is known of a step with such arguments; None if it is not to be shared."""
         kinds = self._steps.setdefault(function, {})
-        arguments = StepArguments.of(args, kwargs)
         if arguments.signature not in kinds:
             if arguments.examples == 0 or len(kinds) == _MOST_KINDS:
                 self._tell_whole("no argument of it is a batch")
@@ -201,18 +199,8 @@ def shared_steps(notes: Notes, fits: Training, folder: Path) -> Iterator[None]:
         return
     steps = SharedSteps(notes, fits, folder)
     with (
-        _led(Function, "__call__", steps.call),
-        _led(tf.GradientTape, "gradient", steps.gradient),
-        _led(BaseOptimizer, "apply", steps.apply),
+        led(Function, "__call__", steps.call),
+        led(tf.GradientTape, "gradient", steps.gradient),
+        led(BaseOptimizer, "apply", steps.apply),
     ):
         yield
-
-
-def _led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def led(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(original, self, *args, **kwargs)
-
-    return mock.patch.object(owner, name, led)

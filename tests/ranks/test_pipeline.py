@@ -130,9 +130,11 @@ def test_masks_and_early_outputs_cross_the_cut(two: Results) -> None:
 @pytest.mark.slow
 def test_precision(two: Results) -> None:
     found = two.of("case_precision")[0]
-    # 8 and 11 bits: 12 steps at rate 0.05 of gradients of about 1.
+    # 8 and 11 bits: 12 steps at rate 0.05 of gradients of about 1. Processors that add in 16 bits round each sum, too:
+    # as much as plain Keras differs from itself with the examples of each batch in another order.
     for dtype, bits in (("bfloat16", 8), ("float16", 11)):
-        assert found[f"mixed_{dtype}"]["weights"] <= 4 * 12 * 0.05 * 2.0**-bits
+        found_in = found[f"mixed_{dtype}"]
+        assert found_in["weights"] <= 4 * max(12 * 0.05 * 2.0**-bits, found_in["rounding"])
         assert found[f"mixed_{dtype}"]["sent"] == [dtype]
     # All stages skip the steps that overflow, as one process does: two of them at first.
     assert found["mixed_float16"]["scale"] == 2**13

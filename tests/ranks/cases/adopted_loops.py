@@ -87,7 +87,8 @@ other = net()
 slow = keras.optimizers.Adam(0.001)
 class Training:
     @tf.function
-    def step(self, x, y):
+    def step(self, x, original):  # An argument may have any name.
+        y = original
         with tf.GradientTape() as first, tf.GradientTape() as second:
             made = model(x, training=True)
             judged = other(tf.concat([made, x[:, :5]], 1), training=True)
@@ -97,7 +98,7 @@ class Training:
         train(second, distance)
         return {"loss": loss, "distance": distance, "nothing": None}
 training = Training()
-step = lambda x, y, part: training.step(x, y=y)["distance"]
+step = lambda x, y, part: training.step(x, original=y)["distance"]
 """,
     "penalty": """
 @tf.function

@@ -23,6 +23,7 @@ from stages_against_keras import (
     X,
     Y,
     apart,
+    by_keras,
     plain,
     trainer_of,
     transformer,
@@ -266,6 +267,10 @@ def case_masks() -> dict[str, Any]:
 def case_precision() -> dict[str, Any]:
     """16-bit activations cross the cut; with float16 all stages scale alike, and skip what one process skips."""
     found = {}
+    order = np.concatenate(
+        [part[::-1] for part in np.split(np.arange(len(Y)), range(BATCH, len(Y), BATCH))]
+    )
+    turned = {name: values[order] for name, values in X.items()}, Y[order]
     for precision in ("mixed_bfloat16", "mixed_float16"):
         try:
             sgd = optimizers.SGD(0.05)
@@ -273,9 +278,11 @@ def case_precision() -> dict[str, Any]:
             sent = {str(c.tensor.dtype) for c in trainer.strategy.runner.stage.sent}
             trainer.fit(X, Y, epochs=2, shuffle=False, verbose=0)
             wanted = plain(transformer, optimizers.SGD(0.05), (X, Y), {"epochs": 2}, {})
+            other = by_keras(transformer, optimizers.SGD(0.05), turned, {"epochs": 2}, {})
             scale = float(getattr(trainer.model.optimizer, "dynamic_scale", 0.0))
             found[precision] = {
                 "weights": wanted.apart(weights(trainer), "weights"),
+                "rounding": wanted.apart(other["weights"], "weights"),
                 "sent": sorted(sent),
                 "scale": scale,
                 "scales": wanted.apart(scale, "scale"),

@@ -65,6 +65,37 @@ class Watch(keras.callbacks.Callback):
         self.steps.append(float(logs["loss"]))
 
 
+def by_keras(
+    make: Callable[[], keras.Model],
+    optimizer: Any,
+    data: Sequence[Any],
+    fit: Any,
+    compiled: Any,
+    answers: bool = False,
+) -> dict[str, Any]:
+    """Train by plain Keras on the whole batches, now; see `plain`."""
+    keras.utils.set_random_seed(1)
+    model = make()
+    model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
+    options = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    x, y, weight = (*data, None)[:3]
+    watch = Watch()
+    options |= fit | {"callbacks": [watch, *fit.get("callbacks", [])]}
+    history = model.fit(x, y, sample_weight=weight, **options).history
+    found = {
+        "steps": watch.steps,
+        "weights": {v.path: v.numpy() for v in model.trainable_variables},
+        "history": history,
+        "whole": model.count_params(),
+        "scale": float(getattr(model.optimizer, "dynamic_scale", 0.0)),
+    }
+    if not answers:
+        return found
+    evaluated = model.evaluate(x, y, BATCH, sample_weight=weight, verbose=0, return_dict=True)
+    predicted = keras.tree.flatten(model.predict(x, batch_size=BATCH, verbose=0))
+    return found | {"evaluate": evaluated, "predict": predicted}
+
+
 def plain(
     make: Callable[[], keras.Model],
     optimizer: Any,
@@ -79,26 +110,7 @@ def plain(
     """
 
     def compute() -> dict[str, Any]:
-        keras.utils.set_random_seed(1)
-        model = make()
-        model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
-        options = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
-        x, y, weight = (*data, None)[:3]
-        watch = Watch()
-        options |= fit | {"callbacks": [watch, *fit.get("callbacks", [])]}
-        history = model.fit(x, y, sample_weight=weight, **options).history
-        found = {
-            "steps": watch.steps,
-            "weights": {v.path: v.numpy() for v in model.trainable_variables},
-            "history": history,
-            "whole": model.count_params(),
-            "scale": float(getattr(model.optimizer, "dynamic_scale", 0.0)),
-        }
-        if not answers:
-            return found
-        evaluated = model.evaluate(x, y, BATCH, sample_weight=weight, verbose=0, return_dict=True)
-        predicted = keras.tree.flatten(model.predict(x, batch_size=BATCH, verbose=0))
-        return found | {"evaluate": evaluated, "predict": predicted}
+        return by_keras(make, optimizer, data, fit, compiled, answers)
 
     return reference(compute, data)
 
