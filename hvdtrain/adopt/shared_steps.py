@@ -13,13 +13,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-from hvdtrain.adopt.fits import led
+from hvdtrain.adopt.fits import AdoptedFits, led
 from hvdtrain.adopt.notes import BY_HAND, WHOLE, Notes
 from hvdtrain.adopt.step_arguments import StepArguments
 from hvdtrain.adopt.step_trace import Tracing, is_variable
@@ -34,12 +34,6 @@ _MOST_KINDS = 100
 """Kinds of arguments of one function that are told apart; one with more has a number that changes with each call."""
 
 
-class Training(Protocol):
-    """What runs model.fit."""
-
-    running: bool
-
-
 class SharedSteps:
     """The functions of a script that were called so far.
 
@@ -49,7 +43,7 @@ class SharedSteps:
         folder: Folder of the script. Functions that are defined elsewhere are a library's.
     """
 
-    def __init__(self, notes: Notes, fits: Training, folder: Path) -> None:
+    def __init__(self, notes: Notes, fits: AdoptedFits, folder: Path) -> None:
         self._notes = notes
         self._fits = fits
         self._folder = f"{folder}/"
@@ -130,15 +124,16 @@ class SharedSteps:
     def _step(self, function: Function, arguments: StepArguments) -> StepTrial | None:
         """Return what is known of a step with such arguments; None if it is not to be shared."""
         kinds = self._steps.setdefault(function, {})
-        if arguments.signature not in kinds:
+        kind = arguments.signature
+        if kind not in kinds:
             if arguments.examples == 0 or len(kinds) == _MOST_KINDS:
                 self._tell_whole("no argument of it is a batch")
                 return None
             if arguments.examples % self._rank.size:
                 # Often the last batch of an epoch, too small to tell of.
                 return None
-            kinds[arguments.signature] = StepTrial()
-        step = kinds[arguments.signature]
+            kinds[kind] = StepTrial()
+        step = kinds[kind]
         return None if step.reason else step
 
     def _next(
@@ -192,7 +187,7 @@ class SharedSteps:
 
 
 @contextlib.contextmanager
-def shared_steps(notes: Notes, fits: Training, folder: Path) -> Iterator[None]:
+def shared_steps(notes: Notes, fits: AdoptedFits, folder: Path) -> Iterator[None]:
     """Share the steps of a script's own training loops in this block."""
     if notes.rank.size == 1:
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from tensorflow.python.framework import op_def_registry
 from hvdtrain.collectives.communicator import ALL_RANKS, Average, Sum
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.tensor_names import variables_name
-from hvdtrain.data.tf_data_graph import DRAWING
+from hvdtrain.data.tf_data_graph import DRAWING, nodes_of
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.data_dependence import bodies_of
 
@@ -111,7 +111,7 @@ def captured(function: Any) -> list[Any]:
         UsageError: It draws random numbers, or has effects that a second run would repeat.
     """
     graph = function.graph
-    for name in sorted({node.op for node in _nodes(graph.as_graph_def())}):
+    for name in sorted({node.op for node in nodes_of(graph)}):
         if name in DRAWING or "Random" in name:
             raise UsageError("it draws random numbers")
         known = op_def_registry.get(name)
@@ -143,12 +143,6 @@ def _is_written(variable: tf.Tensor) -> bool:
         if not bodies or any(map(_is_written, inside)):
             return True
     return False
-
-
-def _nodes(graph: Any) -> Iterator[Any]:
-    yield from graph.node
-    for function in graph.library.function:
-        yield from function.node_def
 
 
 def read(handle: Any) -> tf.Tensor:

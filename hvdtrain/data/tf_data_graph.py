@@ -180,10 +180,15 @@ def _is_unseeded(*seeds: Any) -> bool:
 def operations_of(dataset: Any) -> Iterator[Any]:
     """Yield the TensorFlow operations (NodeDef) in the functions of a Dataset, without those of its inputs."""
     for function in dataset._functions():
-        graph = function.function.graph.as_graph_def()
-        yield from graph.node
-        for inner in graph.library.function:
-            yield from inner.node_def
+        yield from nodes_of(function.function.graph)
+
+
+def nodes_of(graph: Any) -> Iterator[Any]:
+    """Yield the operations (NodeDef) of a FuncGraph and of the functions that it calls."""
+    definition = graph.as_graph_def()
+    yield from definition.node
+    for inner in definition.library.function:
+        yield from inner.node_def
 
 
 def as_tuple(element: Any) -> tuple:

@@ -1,10 +1,11 @@
-"""A probe compares gradients in full float32, whatever the precision of training."""
+"""A probe compares gradients in full float32, whatever the precision of training, and aside of kinks."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -48,3 +49,27 @@ def test_tensor_float_32_is_off_meanwhile(chosen: bool, fails: bool) -> None:
         tf.config.experimental.enable_tensor_float_32_execution(before)
     assert model.seen and not any(model.seen)
     assert verdict.as_mean is (None if fails else True)
+
+
+class Kink(keras.layers.Layer):
+    """A ReLU of values whose last bits depend on the number of examples, as on a GPU."""
+
+    def call(self, x: Any) -> Any:
+        rounding = keras.ops.where(keras.ops.shape(x)[0] > 3, 1e-6, -1e-6)
+        return keras.ops.where(x + rounding > 0, x, 0.0)
+
+
+def test_a_value_near_a_kink_is_no_reason_to_refuse() -> None:
+    keras.utils.set_random_seed(0)
+    x, y = (np.random.default_rng(0).normal(size=(5, n)).astype("float32") for n in (4, 2))
+    first = keras.layers.Dense(64)
+    inputs = keras.Input((4,))
+    model = Watched(inputs, keras.layers.Dense(2)(Kink()(first(inputs))))
+    model.seen = []
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.optimizer.build(model.trainable_variables)
+    # Three values of one example are 0, up to rounding.
+    first.bias.assign(-(x[4] @ np.asarray(first.kernel)) * (np.arange(64) < 3))
+    step = Step(tf.Variable(1.0), lambda divisor: divisor, share_in_loss=False)
+    found = probe(model, (tf.constant(x), tf.constant(y)), step)
+    assert found.as_mean, found

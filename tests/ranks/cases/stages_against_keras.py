@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -73,7 +74,10 @@ def by_keras(
     compiled: Any,
     answers: bool = False,
 ) -> dict[str, Any]:
-    """Train by plain Keras on the whole batches, now; see `plain`."""
+    """Return what plain Keras makes of the whole batches.
+
+    Weights by path, history, the loss after each step; `answers`: what evaluate and predict return, too.
+    """
     keras.utils.set_random_seed(1)
     model = make()
     model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
@@ -96,23 +100,9 @@ def by_keras(
     return found | {"evaluate": evaluated, "predict": predicted}
 
 
-def plain(
-    make: Callable[[], keras.Model],
-    optimizer: Any,
-    data: Sequence[Any],
-    fit: Any,
-    compiled: Any,
-    answers: bool = False,
-) -> Reference:
-    """What plain Keras makes of the whole batches.
-
-    Weights by path, history, the loss after each step; `answers`: what evaluate and predict return, too.
-    """
-
-    def compute() -> dict[str, Any]:
-        return by_keras(make, optimizer, data, fit, compiled, answers)
-
-    return reference(compute, data)
+def plain(make: Any, optimizer: Any, data: Sequence[Any], *rest: Any, **options: Any) -> Reference:
+    """Stand for what `by_keras` returns for the same arguments."""
+    return reference(partial(by_keras, make, optimizer, data, *rest, **options), data)
 
 
 def trainer_of(
