@@ -250,6 +250,24 @@ def test_a_rank_that_leaves_with_0_while_others_wait_to_start(start: Callable[..
     assert job.told() == {("a", 0): 0, ("a", 1): 1}
 
 
+def test_a_rank_that_ends_with_0_before_the_others_look_again(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have arrived: one that had nothing more to do is not started again, and the others get their places."""
+    monkeypatch.setattr("hvdtrain.start.parts.elastic_driver.POLL_SECONDS", 1.0)
+    job = start(a=2)
+    job.arrive(("a", 0))
+    wait_for(lambda: job.driver.has_arrived("a", 0))
+    job.arrive(("a", 1))
+    assert job.waiting["a", 1].result(0.5).rank == 1
+    job.ends["a", 1].put(0)
+    wait_for(job.driver._worker_registry.has_ended)
+    assert job.told() == {("a", 0): 0, ("a", 1): 1}
+    job.ends["a", 0].put(0)
+    wait_for(job.driver.finished)
+    assert len(job.started) == 2
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_no_rank_is_left_that_was_training(
     start: Callable[..., Job], saved: bool, capfdbinary: pytest.CaptureFixture[bytes]

@@ -91,7 +91,7 @@ class PatientDriver(ElasticDriver):
         self.has_checkpoint = False
         self._arriving = threading.Lock()
         self._arrived: set[tuple[str, int]] = set()
-        self._round = 0
+        self._round = self._complete_round = 0
         self._have_state: set[tuple[str, int]] = set()
         super().__init__(*args, **kwargs)
 
@@ -121,12 +121,17 @@ class PatientDriver(ElasticDriver):
                     self._arrived = set()
                 number, came_back = self._round, place in self._arrived
                 self._arrived.add(place)
-            while not (came_back or self._worker_registry.has_ended()):
+                if len(self._arrived) >= self.world_size() and not self._worker_registry.has_ended():
+                    self._complete_round = number
+                    self._have_state = set(self._arrived)
+            while not came_back and not self._failed():
                 if number != self._worker_registry.last_rendezvous() or self.finished():
                     return INVALID_SLOT_INFO  # This rank has ended without a report.
-                if len(self._arrived) >= self.world_size():
-                    self._have_state = set(self._arrived)
+                # In a complete round, a rank that ended with 0 had nothing more to do: the others end likewise.
+                if number == self._complete_round:
                     return self.get_slot_info(host, slot)
+                if self._worker_registry.has_ended():
+                    break
                 time.sleep(POLL_SECONDS)
             if place in self._failed() or self.next_place(host, slot) is INVALID_SLOT_INFO:
                 break
