@@ -1,6 +1,6 @@
 """Run an ordinary Keras script on every rank, with its fits shared among them:
 
-python -m hvdtrain.adopt SCRIPT [ARGUMENTS]...
+python -m hvdtrain.adopt [--batch global|per-worker] [--learning-rate none|linear|sqrt] SCRIPT [ARGUMENTS]...
 
 Every rank runs the whole script. What `model.fit` trains is divided over the ranks by a Trainer; everything else is
 computed by all of them, with the same result. Rank 0 works in the user's folder, the others in private copies of it.
@@ -8,37 +8,39 @@ computed by all of them, with the same result. Rank 0 works in the user's folder
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdtrain.adopt_options import BATCHES, SCALINGS, AdoptOptions
 from hvdtrain.environment import TERMINAL
-from hvdtrain.errors import UsageError
 from hvdtrain.runtime import init
 from hvdtrain.worker.main_module import is_path_safe, run_script
 
 SEED = 0
 """Of Python, NumPy and Keras when the script begins, so that all ranks draw the same numbers."""
+_AS_ON_ONE = AdoptOptions()
 
 
 def main() -> None:
-    """Run the script in the arguments.
+    """Run the script in the arguments."""
+    parser = argparse.ArgumentParser("python -m hvdtrain.adopt", allow_abbrev=False)
+    parser.add_argument("--batch", choices=BATCHES, default=BATCHES[0])
+    parser.add_argument("--learning-rate", choices=SCALINGS, default=SCALINGS[0])
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    run_adopted(given.script, given.arguments, AdoptOptions(given.batch, given.learning_rate))
 
-    Raises:
-        UsageError: There is none.
-    """
-    words = sys.argv[1:]
-    if not words:
-        raise UsageError("usage: python -m hvdtrain.adopt SCRIPT [ARGUMENTS]...")
-    run_adopted(words[0], words[1:])
 
-
-def run_adopted(script: str, arguments: Sequence[str]) -> None:
+def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _AS_ON_ONE) -> None:
     """Run `script` on this rank. Raises what the script raises."""
     rank = init(SEED)
     from hvdtrain.adopt.fits import adopted_fits
+    from hvdtrain.adopt.growth import Growth
     from hvdtrain.adopt.notes import Notes
     from hvdtrain.adopt.once import done_once
     from hvdtrain.adopt.private_folder import private_folder
@@ -54,7 +56,7 @@ def run_adopted(script: str, arguments: Sequence[str]) -> None:
         blocks.enter_context(done_once())
         blocks.enter_context(same_seeds(SEED))
         blocks.enter_context(random_maps_in_order())
-        fits = blocks.enter_context(adopted_fits(rank, notes, folder))
+        fits = blocks.enter_context(adopted_fits(rank, notes, folder, Growth(options)))
         blocks.enter_context(shared_steps(notes, fits, Path(script).absolute().parent))
         sys.argv = [script, *arguments]
         if not is_path_safe():

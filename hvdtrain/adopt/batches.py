@@ -10,6 +10,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.data import is_batched
+from hvdtrain.data.arrays import convert, unpack
+from hvdtrain.data.structures import count_examples
 from hvdtrain.errors import UsageError
 
 KERAS_DEFAULT = 32
@@ -39,18 +41,18 @@ def batch_examples(x: Any, batch_size: int | None) -> tuple[int, Any]:
 
 
 def first_batches(
-    data: Any, steps: int | None, batch_size: int | None, size: int
+    data: Any, steps: int | None, batch_size: int, size: int
 ) -> tuple[Any, int | None]:
     """Return data to evaluate on, and how many global batches of it: as many examples as Keras reads in `steps`.
 
     Args:
         data: The data; only a Dataset has batches of its own.
         steps: Number of batches, of the size that the script gives them; None: all.
-        batch_size: Their size, if the data is arrays and the script gives one.
+        batch_size: Their size, if the data is arrays.
         size: Number of examples in a global batch.
 
     Raises:
-        UsageError: Global batches of another size cannot make up for it.
+        UsageError: No number of global batches has as many examples.
     """
     if steps is None:
         return data, None
@@ -58,9 +60,13 @@ def first_batches(
         return data.take(steps), None
     if isinstance(data, Iterator | keras.utils.PyDataset):
         raise UsageError("the number of steps of the evaluation counts batches of another size")
-    if batch_size not in (None, size):
-        raise UsageError(f"the evaluation counts batches of {batch_size}, the training of {size}")
-    return data, steps
+    if steps * batch_size >= examples_of(data):
+        return data, None
+    if steps * batch_size % size:
+        raise UsageError(
+            f"the evaluation reads {steps} batches of {batch_size}, which are no whole number of batches of {size}"
+        )
+    return data, steps * batch_size // size
 
 
 def _of_dataset(dataset: tf.data.Dataset) -> int:
@@ -83,6 +89,11 @@ def _batch_size_in(dataset: Any) -> int | None:
         return int(size)
     found = {_batch_size_in(source) for source in dataset._inputs()}
     return found.pop() if len(found) == 1 else None
+
+
+def examples_of(arrays: Any) -> int:
+    """Return the number of examples in the arrays of a fit. Raises UsageError if they are not equally long."""
+    return count_examples(convert(unpack(arrays)), "the data")
 
 
 def examples_in(batch: Any) -> int:

@@ -1,4 +1,4 @@
-"""Leads keras.Model.fit and evaluate of a script to a Trainer, which divides the batches over the ranks.
+"""Leads keras.Model.fit, evaluate and predict of a script to a Trainer, which divides the batches over the ranks.
 
 What a Trainer does not take, every rank trains as plain Keras does, on whole batches: no faster than one process, and
 with the same result. Afterwards all ranks take the state of rank 0.
@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,13 +23,17 @@ from hvdtrain.adopt.batches import (
     KERAS_DEFAULT,
     Replayable,
     batch_examples,
+    examples_of,
     first_batches,
 )
+from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import WHOLE, Notes
 from hvdtrain.adopt.private_folder import PrivateFolder
+from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.data.arrays import is_arrays
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.optimizer import undistribute
 from hvdtrain.keras.sync_batch_norm import synchronized
@@ -81,13 +85,23 @@ class _Adopted:
 class AdoptedFits:
     """What a script's fits have become so far.
 
+    Args:
+        rank: This process's place in the job.
+        notes: Messages to the user.
+        folder: The folder that this rank works in.
+        seed: Whether the script has set a seed.
+        growth: How the ranks grow the batches of the script.
+
     Attributes:
         running: Whether a fit or an evaluation is running; one inside it, from a callback, is Keras's own, as not all
             ranks may run the callback.
     """
 
-    def __init__(self, rank: Rank, notes: Notes, folder: PrivateFolder, seed: ScriptsSeed) -> None:
+    def __init__(
+        self, rank: Rank, notes: Notes, folder: PrivateFolder, seed: ScriptsSeed, growth: Growth
+    ) -> None:
         self.running = False
+        self._growth = growth
         self._seed = seed
         self._rank = rank
         self._notes = notes
@@ -124,22 +138,39 @@ class AdoptedFits:
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
         """Evaluate `model` like keras.Model.evaluate, on all ranks together if they have trained it together."""
+        names = ("y", "sample_weight", "verbose", "callbacks", "return_dict")
+        return self._by_trainer(original, Trainer.evaluate, names, model, *args, **kwargs)
+
+    def predict(
+        self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Predict like keras.Model.predict, on all ranks together if they have trained the model together."""
+        if _arguments(original, model, *args, **kwargs)["callbacks"]:
+            return original(model, *args, **kwargs)
+        return self._by_trainer(original, Trainer.predict, ("verbose",), model, *args, **kwargs)
+
+    def _by_trainer(
+        self,
+        original: Callable[..., Any],
+        method: Callable[..., Any],
+        names: Sequence[str],
+        model: keras.Model,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call `method` of the model's Trainer with the arguments `names`; `original` if it has none or refuses."""
         given = _arguments(original, model, *args, **kwargs)
         adopted = vars(model).get(_NAME)
         if self._is_kerass(given) or adopted is None or adopted.trainer is None:
             return original(model, *args, **kwargs)
-        names = ("sample_weight", "verbose", "callbacks", "return_dict")
         with self._alone():
             try:
-                x, steps = first_batches(
-                    as_inputs(given["x"]),
-                    given["steps"],
-                    given["batch_size"] or KERAS_DEFAULT,
-                    adopted.batch,
-                )
-                return adopted.trainer.evaluate(
-                    x, given["y"], steps=steps, **{name: given[name] for name in names}
-                )
+                if not _is_worth_sharing(given["x"], adopted.batch):
+                    return original(model, *args, **kwargs)
+                own = given["batch_size"] or KERAS_DEFAULT
+                x, steps = first_batches(as_inputs(given["x"]), given["steps"], own, adopted.batch)
+                taken = {name: given[name] for name in names}
+                return method(adopted.trainer, x, steps=steps, **taken)
             except (UsageError, ReplicaError):
                 return original(model, *args, **kwargs)
 
@@ -150,32 +181,42 @@ class AdoptedFits:
             UsageError: The Trainer does not take the model, the data or an argument.
             ReplicaError: The ranks have different data.
         """
-        size, data = batch_examples(given["x"], given["batch_size"])
+        own, data = batch_examples(given["x"], given["batch_size"])
+        size = self._growth.examples(own, self._rank.size)
         if isinstance(data, Iterator):
             data = Replayable(data, before.has_trained)
             given["x"] = data.again()
         trainer = self._trainer_of(model, size)
         trainer.seed = seed
         taken = {name: given[name] for name in _OF_TRAINER}
-        how = f"{self._rank.size} workers share each batch of {size}"
-        tells = keras.callbacks.LambdaCallback(
-            on_train_begin=lambda logs: self._notes.tell("fit", how + self._unlike(model))
-        )
-        taken["callbacks"] = [tells, *keras.tree.flatten(given["callbacks"] or [])]
+        begins = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: self._begin(model, own))
+        taken["callbacks"] = [begins, *keras.tree.flatten(given["callbacks"] or [])]
         train = (as_inputs(data), given["y"], given["sample_weight"])
         validation = given["validation_data"]
         if given["validation_split"] and validation is None:
             train, validation = split_arrays(*train, given["validation_split"])
         validation, taken["validation_steps"] = first_batches(
-            validation, given["validation_steps"], given["validation_batch_size"], size
+            validation,
+            given["validation_steps"],
+            given["validation_batch_size"] or given["batch_size"] or KERAS_DEFAULT,
+            size,
         )
         shuffle = given["shuffle"]
         if shuffle and self._seed.is_set:
-            shuffled = in_keras_order(train, size, shuffle, given["steps_per_epoch"])
+            shuffled = in_keras_order(train, own, shuffle, given["steps_per_epoch"])
             if shuffled is not None:
                 train, shuffle = (shuffled, None, None), False
         with synchronized(model):
             return trainer.fit(*train, validation_data=validation, shuffle=bool(shuffle), **taken)
+
+    def _begin(self, model: keras.Model, own: int) -> None:
+        """Scale the learning rate, and say how the batches of `own` examples are shared."""
+        changed = self._growth.scale(model, self._rank.size)
+        size = self._growth.examples(own, self._rank.size)
+        how = f"{self._rank.size} workers share each batch of {size}"
+        if size != own:
+            how += f" in place of {own}"
+        self._notes.tell("fit", how + changed + self._unlike(model))
 
     def _unlike(self, model: keras.Model) -> str:
         """Return why the result of a fit is not that of one process; "" if nothing is known to differ."""
@@ -270,16 +311,24 @@ def as_inputs(x: Any) -> Any:
     return list(x) if isinstance(x, tuple) else x
 
 
+def _is_worth_sharing(x: Any, batch: int) -> bool:
+    """Whether data has more than one global batch, as far as that is known."""
+    return not is_arrays(x) or examples_of(as_inputs(x)) > batch
+
+
 @contextlib.contextmanager
-def adopted_fits(rank: Rank, notes: Notes, folder: PrivateFolder) -> Iterator[AdoptedFits]:
-    """Lead the fits and evaluations of this block to Trainers."""
+def adopted_fits(
+    rank: Rank, notes: Notes, folder: PrivateFolder, growth: Growth | None = None
+) -> Iterator[AdoptedFits]:
+    """Lead the fits, evaluations and predictions of this block to Trainers."""
     prepare_fit()  # Before fit is replaced here: it would show a Trainer callbacks of its own.
     seed = ScriptsSeed()
-    fits = AdoptedFits(rank, notes, folder, seed)
+    fits = AdoptedFits(rank, notes, folder, seed, growth or Growth(AdoptOptions()))
     with (
         seed.watched(),
         led(keras.Model, "fit", fits.fit),
         led(keras.Model, "evaluate", fits.evaluate),
+        led(keras.Model, "predict", fits.predict),
         # Of the class that defines it, as Keras looks whether a model's class overrides it.
         led(BaseTrainer, "compile", _compiled_anew),
     ):

@@ -14,6 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from hvdtrain.adopt_options import BATCHES, SCALINGS
 from hvdtrain.cli.config_option import (
     ConfiguredCommand,
     config_text,
@@ -87,6 +88,15 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 @click.option(
     "--adopt", is_flag=True, cls=GroupedOption, group="basic",
     help="SCRIPT is an ordinary Keras script: share each batch of its model.fit among the workers.",
+)  # fmt: skip
+@click.option(
+    "--adopt-batch", type=click.Choice(BATCHES), cls=GroupedOption, group="adopt",
+    help="With --adopt: the workers share each batch of the script, or each of them has a whole one.  "
+    "[default: global]",
+)  # fmt: skip
+@click.option(
+    "--adopt-learning-rate", type=click.Choice(SCALINGS), cls=GroupedOption, group="adopt",
+    help="With --adopt: multiply the learning rate by the number of workers, or its square root.  [default: none]",
 )  # fmt: skip
 @click.option(
     "--grace-seconds", type=Seconds(min=0), default=30.0, show_default=True, metavar="SECONDS",

@@ -22,7 +22,7 @@ from hvdtrain.launch.launchers.srun import choose_launcher
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import check_bounds, check_variables
-from hvdtrain.launch.rank_program import Program, program_of
+from hvdtrain.launch.rank_program import Program, program_given
 from hvdtrain.launch.slurm.allocation import read_allocation
 from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
@@ -64,9 +64,7 @@ def other_launch(
     allowed = _ALWAYS | (_OF_SERVERS if servers else _OF_ONE_PROCESS)
     void = _refuse(ctx, strategy, allowed)
     values = {name: value for name, value in values.items() if name not in void}
-    program = program_of(
-        values["script"], values["arguments"] or (), module=bool(values.get("module"))
-    )
+    program = program_given(values)
     if program.is_script:
         check_script(program.name)
     for option in options_of(LaunchPlan):

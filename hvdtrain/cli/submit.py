@@ -22,7 +22,7 @@ from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import check_bounds, check_image, check_servers
-from hvdtrain.launch.rank_program import Program, program_of
+from hvdtrain.launch.rank_program import program_given
 from hvdtrain.launch.secrets import variable_to_pass
 from hvdtrain.launch.slurm.job_queue import follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning, secret_words
@@ -133,20 +133,14 @@ def _command(part: RunPart, variables: Iterable[EnvVar]) -> tuple[str, ...]:
 
 def _name(values: Mapping[str, Any]) -> str:
     """Return the default name of the job, from its program."""
-    program = _program(values)
+    program = program_given(values)
     name = program.name.name if program.kind == "module" else program.name.stem
     return name or "job"
 
 
-def _program(values: Mapping[str, Any]) -> Program:
-    return program_of(
-        values["script"], values["arguments"], module=values["module"], adopt=values["adopt"]
-    )
-
-
 def check_run(values: Mapping[str, Any]) -> None:
     """Check for errors that `hvdtrain run` would report on any machine, before the job is queued. Raises UsageError."""
-    program = _program(values)
+    program = program_given(values)
     if program.is_script:
         check_script(program.name)
     for option in options_of(LaunchPlan):

@@ -51,6 +51,19 @@ def loss_weights(loss: keras.losses.Loss, mask: Any, sample_weight: Any) -> tf.T
     return None if mask is None else tf.cast(mask, tf.float32)
 
 
+def outputs_read_as_rows(model: keras.Model, data: Any) -> int:
+    """Return the number of outputs of a built model whose labels are one tensor; 0 otherwise.
+
+    Run eagerly, Keras takes a tensor with as many rows for the labels of each output, one row for each.
+    """
+    compiled = getattr(model, "_compile_loss", None)
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    if compiled is None or not compiled.built or not tf.is_tensor(y):
+        return 0
+    outputs = len(keras.tree.flatten(compiled._y_pred_build_structure))
+    return outputs if outputs > 1 else 0
+
+
 def needs_whole_batch(model: keras.Model) -> str | None:
     """Return an error message if a Keras loss of `model` cannot be computed from parts of a batch; otherwise None."""
     for loss in compiled_losses(model):

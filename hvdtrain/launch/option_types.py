@@ -14,6 +14,7 @@ GROUPS = {
     "hosts": "Hosts",
     "output": "Output",
     "ssh": "Reaching other hosts",
+    "adopt": "Adopted scripts",
     "elastic": "Elastic training (over Gloo)",
     "tuning": "Tuning",
     "autotune": "Autotuning",

@@ -18,7 +18,7 @@ from hvdtrain.launch.launchers.srun import choose_launcher, choose_srun_controll
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import ELASTIC, fitting_stall_times, is_given, unmet_need
-from hvdtrain.launch.rank_program import program_of
+from hvdtrain.launch.rank_program import PROGRAM_OPTIONS, program_given
 from hvdtrain.launch.secrets import variable_to_pass
 from hvdtrain.launch.slurm.allocation import Allocation
 
@@ -62,13 +62,8 @@ def plan_of(
     values["controller"] = choose_controller(wanted, built, mpirun)
     _leave_out(values, behind, say)
     values["env"] = tuple(map(variable_to_pass, values.get("env", ())))
-    program = program_of(
-        values.pop("script"),
-        values.pop("arguments", ()),
-        module=values.pop("module", False),
-        adopt=values.pop("adopt", False),
-    )
-    return LaunchPlan(program=program, **values)
+    plan = {name: value for name, value in values.items() if name not in PROGRAM_OPTIONS}
+    return LaunchPlan(program=program_given(values), **plan)
 
 
 def _choose_place(

@@ -13,11 +13,12 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.errors import UsageError
 
 Kind = Literal["script", "module", "program", "adopted"]
@@ -43,6 +44,7 @@ class Program:
         kind: "script", "module", "program" or "adopted": a script that `hvdtrain.adopt` runs.
         python: Python interpreter of the ranks.
         python_options: Options of the interpreter, such as -u.
+        adopt_options: Options of `hvdtrain.adopt`.
     """
 
     name: Path
@@ -50,6 +52,7 @@ class Program:
     kind: Kind = "script"
     python: str = sys.executable
     python_options: tuple[str, ...] = ()
+    adopt_options: AdoptOptions = field(default_factory=AdoptOptions)
 
     @property
     def is_script(self) -> bool:
@@ -61,12 +64,40 @@ def rank_command(program: Program) -> list[str]:
     """Return the command of a rank, which runs the program under `hvdtrain.worker`."""
     return [
         *(program.python, *program.python_options, "-P", "-m", "hvdtrain.worker"),
-        *(*_WORKERS_WORDS[program.kind], str(program.name), *program.arguments),
+        *(*_WORKERS_WORDS[program.kind], *program.adopt_options.words()),
+        *(str(program.name), *program.arguments),
     ]
 
 
+PROGRAM_OPTIONS = ("script", "arguments", "module", "adopt", "adopt_batch", "adopt_learning_rate")
+"""Options of `hvdtrain run` that say what each rank runs."""
+
+
+def program_given(values: Mapping[str, Any]) -> Program:
+    """Return the Program that the values of PROGRAM_OPTIONS name; None or nothing is the default.
+
+    Raises:
+        UsageError: As `program_of`; or an option of --adopt is given without it.
+    """
+    batch, rate = values.get("adopt_batch"), values.get("adopt_learning_rate")
+    adopt = AdoptOptions(batch or "global", rate or "none")
+    if adopt != AdoptOptions() and not values.get("adopt"):
+        name = "--adopt-batch" if batch else "--adopt-learning-rate"
+        raise UsageError(f"{name} has no effect here: add --adopt")
+    return program_of(
+        values["script"],
+        values.get("arguments") or (),
+        module=bool(values.get("module")),
+        adopt=adopt if values.get("adopt") else None,
+    )
+
+
 def program_of(
-    name: Path, arguments: Sequence[str], *, module: bool = False, adopt: bool = False
+    name: Path,
+    arguments: Sequence[str],
+    *,
+    module: bool = False,
+    adopt: AdoptOptions | None = None,
 ) -> Program:
     """Parse the words of a command line into a Program.
 
@@ -74,17 +105,17 @@ def program_of(
         name: First word.
         arguments: Words after it.
         module: Whether the name is a module's (`-m`).
-        adopt: Whether it is a script to share among the ranks (`--adopt`).
+        adopt: How the ranks share the script, if it is one to share (`--adopt`).
 
     Raises:
         UsageError: The script or module is missing or invalid, the program cannot be executed, or is no script to
             adopt.
     """
-    if adopt:
+    if adopt is not None:
         program = program_of(name, arguments, module=module)
         if program.kind != "script":
             raise UsageError(f"--adopt needs a Python script; {name} is a {program.kind}")
-        return replace(program, kind="adopted")
+        return replace(program, kind="adopted", adopt_options=adopt)
     if module:
         return _module(str(name), arguments, Program(name))
     if _PYTHON.fullmatch(name.name):

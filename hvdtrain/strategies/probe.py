@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step_context import Step, in_step
+from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
 from hvdtrain.keras_internals.metric_calls import is_known_to_add_up, metrics_of
 from hvdtrain.keras_internals.models import (
     numbers_kept,
@@ -105,7 +106,9 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
         step: How a rank's part is weighted.
     """
     size = int(tf.nest.flatten(data)[0].shape[0])
-    cut = size // 2 + 1 if size > 2 else 1
+    if size == outputs_read_as_rows(model, data) > 2:
+        return probe(model, _rows(data, 0, size - 1), step)
+    cut = _cut(size, outputs_read_as_rows(model, data))
     parts = [_rows(data, 0, cut), _rows(data, cut, size)]
     shares = [cut / size, (size - cut) / size]
     verdict, moves = _verdict(model, data, parts, shares, step)
@@ -123,6 +126,12 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
         unclear=tuple(place for place in kinds.unclear if place < own),
         counted=tuple(place - own for place in kinds.summed if place >= own),
     )
+
+
+def _cut(size: int, outputs: int) -> int:
+    """Return the number of examples in the first of two uneven parts, none of which has `outputs` examples."""
+    cuts = range(size // 2 + 1, size)
+    return next((cut for cut in cuts if outputs not in (cut, size - cut)), size // 2 + size % 2)
 
 
 def state_of(model: keras.Model) -> list[tf.Variable]:

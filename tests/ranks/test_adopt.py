@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +47,20 @@ def found(name: str, folder: Path) -> list[dict[str, Any]]:
     return [rank[name] for rank in results.of("case_scripts")]
 
 
+def without_time(name: str) -> str:
+    """The name of a file without the time and the number of its writer, which TensorBoard writes into it."""
+    return re.sub(r"\d{8}-\d{6}|(?<=tfevents).*", "", name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS if ALL else SAMPLE)
 def test_a_script_is_that_of_one_process(name: str, folder: Path) -> None:
     first, second = found(name, folder)
     if not any(name in names.split() for names in NOT_EXACT.values()):
         assert first["weights"] < ROUNDING and second["weights"] < ROUNDING
-    plain = {
-        str(path.relative_to(folder / f"plain {name}"))
-        for path in (folder / f"plain {name}").rglob("*")
-    }
-    assert first["files"] == sorted(plain)
+    plain = folder / f"plain {name}"
+    names = sorted(without_time(str(path.relative_to(plain))) for path in plain.rglob("*"))
+    assert sorted(map(without_time, first["files"])) == names
     assert first["told"]
 
 
@@ -72,6 +76,17 @@ def test_ranks_that_train_on_whole_batches_draw_the_same_numbers(folder: Path) -
     first, second = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_whole")
     np.testing.assert_array_equal(first, second)
     assert len(first) == 2
+
+
+@pytest.mark.slow
+def test_batches_and_learning_rates_grow_and_predictions_are_shared(folder: Path) -> None:
+    """Beside plain Keras with the batch of both workers."""
+    results = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_grown")
+    for found in results:
+        assert max(found[name] for name in ("weights", "logs", "predicted")) < ROUNDING
+        assert found["shared predictions"] == 3 * 2, "not of a single batch"
+    (told,) = results[0]["told"]
+    assert "batch of 16 in place of 8, with 2 times the learning rate" in told
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from hvdtrain.adopt.random_maps import random_maps_in_order
 from hvdtrain.adopt.same_seeds import same_seeds
 from hvdtrain.cli.command_table import main
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.rank_program import program_of, rank_command
+from hvdtrain.launch.rank_program import program_given, rank_command
 from hvdtrain.runtime import Rank, init
 
 SECOND = Rank(1, 2, 1, 2)
@@ -336,9 +336,15 @@ def test_other_maps_stay_parallel() -> None:
 def test_the_command_of_a_rank(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)")
-    program = program_of(script, ["--epochs", "3"], adopt=True)
-    words = ["-P", "-m", "hvdtrain.worker", "-m", "hvdtrain.adopt", str(script), "--epochs", "3"]
-    assert rank_command(program) == [sys.executable, *words]
+    values = {"script": script, "arguments": ("--epochs", "3"), "adopt": True}
+    start = [sys.executable, "-P", "-m", "hvdtrain.worker", "-m", "hvdtrain.adopt"]
+    words = [str(script), "--epochs", "3"]
+    assert rank_command(program_given(values)) == [*start, *words]
+    grown = {"adopt_batch": "per-worker", "adopt_learning_rate": "linear"}
+    options = ["--batch", "per-worker", "--learning-rate", "linear"]
+    assert rank_command(program_given(values | grown)) == [*start, *options, *words]
+    with pytest.raises(UsageError, match="--adopt-learning-rate has no effect here: add --adopt"):
+        program_given(values | {"adopt": False, "adopt_learning_rate": "sqrt"})
 
 
 @pytest.mark.parametrize("command", ["run", "submit"])
@@ -378,13 +384,17 @@ def test_the_stall_check_is_patient(
 
 def test_an_evaluation_reads_as_many_examples_as_keras_does() -> None:
     batches = tf.data.Dataset.range(128).batch(16).repeat()
-    data, steps = first_batches(batches, 2, None, 8)
+    data, steps = first_batches(batches, 2, 16, 8)
     assert steps is None and len(data) == 2
     assert sum(len(batch) for batch in data) == 32
-    assert first_batches(batches, None, None, 8) == (batches, None)
-    arrays = (np.ones(9), np.ones(9))
+    assert first_batches(batches, None, 16, 8) == (batches, None)
+    arrays = (np.ones(17), np.ones(17))
     assert first_batches(arrays, 2, 8, 8) == (arrays, 2)
-    with pytest.raises(UsageError, match="batches of 4, the training of 8"):
-        first_batches(arrays, 2, 4, 8)
+    assert first_batches(arrays, 2, 4, 8) == (arrays, 1)
+    assert first_batches(arrays, 3, 8, 8) == (arrays, None)
+    with pytest.raises(
+        UsageError, match="3 batches of 4, which are no whole number of batches of 8"
+    ):
+        first_batches(arrays, 3, 4, 8)
     with pytest.raises(UsageError, match="another size"):
-        first_batches(iter(arrays), 2, None, 8)
+        first_batches(iter(arrays), 2, 8, 8)

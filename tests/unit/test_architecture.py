@@ -16,6 +16,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_symlink())
 TRAIN = {"keras", "keras_internals", "collectives", "data", "trainer", "runtime"}
 LAUNCH = {"launch"}
 GROUND = {
+    "adopt_options",
     "environment",
     "errors",
     "host_limits",

@@ -170,7 +170,15 @@ def half(policy: str) -> keras.Model:
     return compiled(dense(dtype=policy))
 
 
+def first_of(outputs: int) -> keras.Model:
+    """Only the first of its outputs has a loss. Keras takes as many rows of the labels for those of each output."""
+    inputs = keras.Input((4,))
+    heads = [layers.Dense(2)(inputs) for _ in range(outputs)]
+    return compiled(keras.Model(inputs, heads), ["mse", *[None] * (outputs - 1)])
+
+
 AS_MEAN = {
+    **{f"{n} outputs, one loss": lambda n=n: first_of(n) for n in (2, 3, 5)},
     "mean": lambda: compiled(dense()),
     "sum": lambda: compiled(dense(), keras.losses.MeanSquaredError(reduction="sum")),
     "no reduction": lambda: compiled(dense(), keras.losses.MeanSquaredError(reduction=None)),

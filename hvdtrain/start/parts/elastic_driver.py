@@ -121,7 +121,10 @@ class PatientDriver(ElasticDriver):
                     self._arrived = set()
                 number, came_back = self._round, place in self._arrived
                 self._arrived.add(place)
-                if len(self._arrived) >= self.world_size() and not self._worker_registry.has_ended():
+                if (
+                    len(self._arrived) >= self.world_size()
+                    and not self._worker_registry.has_ended()
+                ):
                     self._complete_round = number
                     self._have_state = set(self._arrived)
             while not came_back and not self._failed():

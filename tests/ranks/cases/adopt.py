@@ -20,8 +20,11 @@ import tensorflow as tf
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 from keras.src.utils import file_utils
 from references import reference
+from results import far
 
+from hvdtrain import Trainer
 from hvdtrain.adopt.__main__ import run_adopted
+from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.messages import logger
@@ -114,6 +117,53 @@ def case_whole() -> list[Any]:
     return seen
 
 
+GROWN = """
+import keras, numpy, tensorflow as tf
+keras.utils.set_random_seed(1)
+x = numpy.random.normal(size=(50, 4)).astype("float32")
+y = x[:, :1] ** 2
+class Items(keras.utils.PyDataset):
+    def __len__(self): return -(-50 // {batch})
+    def __getitem__(self, n): return x[n * {batch}:][:{batch}], y[n * {batch}:][:{batch}]
+kinds = {{
+    "arrays": dict(x=x, y=y, batch_size={batch}),
+    "Dataset": dict(x=tf.data.Dataset.from_tensor_slices((x, y)).batch({batch})),
+    "PyDataset": dict(x=Items(workers=1), shuffle=False),
+}}
+weights, logs, predicted = {{}}, {{}}, {{}}
+for name, data in kinds.items():
+    keras.utils.set_random_seed(2)
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(5, "tanh")(inputs)
+    model = keras.Model(inputs, {{"y": keras.layers.Dense(1, name="y")(hidden), "hidden": hidden}})
+    model.compile(keras.optimizers.SGD({rate}, momentum=0.9), {{"y": "mse", "hidden": None}})
+    for _ in range(2):  # The rate is scaled once.
+        fit = model.fit(**data, epochs=2, validation_data=(x, y), validation_steps={steps}, verbose=0)
+    weights[name], logs[name] = model.get_weights(), fit.history["val_loss"]
+    few, all_of_them = model.predict(x[:8], verbose=0), model.predict(data["x"], verbose=0)
+    predicted[name] = [few["hidden"], all_of_them["hidden"], all_of_them["y"]]
+    for n, model_says in enumerate(model.predict(x, batch_size=5, steps=10, verbose=0).values()):
+        assert len(model_says) == 50, (n, model_says.shape)
+"""
+
+
+def case_grown() -> dict[str, Any]:
+    """Return how far weights, losses and predictions are from those of one process with a batch twice as large."""
+    script = Path(os.environ["FOLDER"], f"grown-{ALL_RANKS.rank()}.py")
+    script.write_text(GROWN.format(batch=8, rate=0.01, steps=4))
+    options = AdoptOptions("per-worker", "linear")
+    with mock.patch.object(
+        Trainer, "predict", autospec=True, side_effect=Trainer.predict
+    ) as shared:
+        _, told = run_beside(partial(run_adopted, str(script), [], options), script.parent)
+    found = {name: vars(sys.modules["__main__"])[name] for name in ("weights", "logs", "predicted")}
+    script.write_text(GROWN.format(batch=16, rate=0.02, steps=2))
+    run_beside(partial(run_script, str(script)), script.parent)
+    plain = vars(sys.modules["__main__"])
+    apart = {name: far(found[name], plain[name], "relative") for name in found}
+    return apart | {"told": told, "shared predictions": shared.call_count}
+
+
 def _one_process(script: Path) -> dict[str, Any]:
     folder = Path(os.environ["FOLDER"], f"plain {script.stem}")
     folder.mkdir()
@@ -161,7 +211,7 @@ def run_beside(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]
     of_script = vars(sys.modules["__main__"]).values()
     models += [one for one in of_script if isinstance(one, keras.Model) and one not in models]
     models = models or called  # A model of a function's own, in a loop.
-    weights = [[np.asarray(weight) for weight in model.weights] for model in models]
+    weights = [[np.asarray(one) for one in model.weights] for model in models if model.weights]
     keras.backend.clear_session()
     return weights, told
 
