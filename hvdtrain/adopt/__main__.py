@@ -1,6 +1,6 @@
 """Run an ordinary Keras script on every rank, with its fits shared among them:
 
-python -m hvdtrain.adopt [--batch global|per-worker] [--learning-rate none|linear|sqrt] SCRIPT [ARGUMENTS]...
+python -m hvdtrain.adopt [OPTIONS] SCRIPT [ARGUMENTS]...
 
 Every rank runs the whole script. What `model.fit` trains is divided over the ranks by a Trainer; everything else is
 computed by all of them, with the same result. Rank 0 works in the user's folder, the others in private copies of it.
@@ -30,10 +30,12 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m hvdtrain.adopt", allow_abbrev=False)
     parser.add_argument("--batch", choices=BATCHES, default=BATCHES[0])
     parser.add_argument("--learning-rate", choices=SCALINGS, default=SCALINGS[0])
+    parser.add_argument("--explain", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
-    run_adopted(given.script, given.arguments, AdoptOptions(given.batch, given.learning_rate))
+    options = AdoptOptions(given.batch, given.learning_rate, given.explain)
+    run_adopted(given.script, given.arguments, options)
 
 
 def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _AS_ON_ONE) -> None:
@@ -52,10 +54,16 @@ def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _
         folder = blocks.enter_context(private_folder(rank))
         if not rank.is_first:
             _become_silent()
-        notes = Notes(rank, str(Path(script).absolute()))
-        blocks.enter_context(done_once())
-        blocks.enter_context(same_seeds(SEED))
-        blocks.enter_context(random_maps_in_order())
+        notes = Notes(rank, str(Path(script).absolute()), options.explain)
+        notes.explain_start(
+            f"{rank.size} workers run the whole of {script}",
+            f"Python, NumPy and Keras begin with the seed {SEED} on all workers",
+            f"rank 0 works in {Path.cwd()}, each other worker in a private copy, made of links",
+            "only rank 0's output is shown, and only rank 0 opens windows of matplotlib",
+        )
+        blocks.enter_context(done_once(notes.explain))
+        blocks.enter_context(same_seeds(SEED, notes.explain))
+        blocks.enter_context(random_maps_in_order(notes.explain))
         fits = blocks.enter_context(adopted_fits(rank, notes, folder, Growth(options)))
         blocks.enter_context(shared_steps(notes, fits, Path(script).absolute().parent))
         sys.argv = [script, *arguments]

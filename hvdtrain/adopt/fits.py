@@ -139,7 +139,7 @@ class AdoptedFits:
     ) -> Any:
         """Evaluate `model` like keras.Model.evaluate, on all ranks together if they have trained it together."""
         names = ("y", "sample_weight", "verbose", "callbacks", "return_dict")
-        return self._by_trainer(original, Trainer.evaluate, names, model, *args, **kwargs)
+        return self._by_trainer(original, "evaluate", names, model, *args, **kwargs)
 
     def predict(
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
@@ -147,12 +147,12 @@ class AdoptedFits:
         """Predict like keras.Model.predict, on all ranks together if they have trained the model together."""
         if _arguments(original, model, *args, **kwargs)["callbacks"]:
             return original(model, *args, **kwargs)
-        return self._by_trainer(original, Trainer.predict, ("verbose",), model, *args, **kwargs)
+        return self._by_trainer(original, "predict", ("verbose",), model, *args, **kwargs)
 
     def _by_trainer(
         self,
         original: Callable[..., Any],
-        method: Callable[..., Any],
+        method: str,
         names: Sequence[str],
         model: keras.Model,
         *args: Any,
@@ -166,12 +166,15 @@ class AdoptedFits:
         with self._alone():
             try:
                 if not _is_worth_sharing(given["x"], adopted.batch):
-                    return original(model, *args, **kwargs)
+                    raise UsageError("there is no more than one batch")
                 own = given["batch_size"] or KERAS_DEFAULT
                 x, steps = first_batches(as_inputs(given["x"]), given["steps"], own, adopted.batch)
                 taken = {name: given[name] for name in names}
-                return method(adopted.trainer, x, steps=steps, **taken)
-            except (UsageError, ReplicaError):
+                found = getattr(adopted.trainer, method)(x, steps=steps, **taken)
+                self._notes.explain(method, f"{self._rank.size} workers share the batches")
+                return found
+            except (UsageError, ReplicaError) as error:
+                self._notes.explain(method, f"each worker computes all of it: {_reason(error)}")
                 return original(model, *args, **kwargs)
 
     def _shared(self, model: keras.Model, given: dict[str, Any], seed: int, before: _Before) -> Any:

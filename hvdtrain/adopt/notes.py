@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 from hvdtrain.messages import logger
 from hvdtrain.runtime import Rank
 
+Tell = Callable[[str, str], None]
+"""`Notes.explain`: told what in the script is done otherwise, and how."""
 WHOLE = "each worker trains on whole batches, which is exact but no faster than one process"
 """How the workers do what they do not share."""
 BY_HAND = (
@@ -22,16 +25,30 @@ class Notes:
     Args:
         rank: This process's place in the job.
         script: Absolute path of the script.
+        explains: Whether to tell of everything that is done otherwise than on one process.
     """
 
-    def __init__(self, rank: Rank, script: str) -> None:
+    def __init__(self, rank: Rank, script: str, explains: bool = False) -> None:
         self.rank = rank
         self._script = script
+        self._explains = explains
         self._told: set[str] = set()
 
     def tell(self, what: str, how: str) -> None:
         """Print `how` the workers do `what`, a call in the script, unless it was printed for this line before."""
-        line = f"{what} at {self._line()}: {how}"
+        self._print(f"{what} at {self._line()}: {how}")
+
+    def explain(self, what: str, how: str) -> None:
+        """Print the same if everything is to be told."""
+        if self._explains:
+            self.tell(what, how)
+
+    def explain_start(self, *lines: str) -> None:
+        """Print lines about the whole run if everything is to be told."""
+        for line in lines if self._explains else ():
+            self._print(line)
+
+    def _print(self, line: str) -> None:
         if line not in self._told:
             self._told.add(line)
             if self.rank.is_first:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import tensorflow as tf
 
+from hvdtrain.adopt.notes import Tell
 from hvdtrain.data.tf_data_graph import DRAWING, operations_of
 
 PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
@@ -17,11 +18,14 @@ PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 
 
 @contextlib.contextmanager
-def random_maps_in_order() -> Iterator[None]:
+def random_maps_in_order(tell: Tell) -> Iterator[None]:
     """In this block, let Dataset.map call a function that draws random numbers for one element after the other.
 
     In several threads at once (num_parallel_calls), each run and each rank would draw other numbers for an element.
     All ranks have the same seeds.
+
+    Args:
+        tell: Told of each such map.
     """
     parallel: Callable[..., Any] = tf.data.Dataset.map
 
@@ -32,6 +36,10 @@ def random_maps_in_order() -> Iterator[None]:
         found = parallel(self, map_func, num_parallel_calls, *args, **kwargs)
         if num_parallel_calls is None or not _draws(found):
             return found
+        tell(
+            "map",
+            "its function may draw random numbers: one element after the other, not several at once",
+        )
         return parallel(self, map_func)
 
     with mock.patch.object(tf.data.Dataset, "map", in_order):

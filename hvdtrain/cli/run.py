@@ -99,6 +99,10 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     help="With --adopt: multiply the learning rate by the number of workers, or its square root.  [default: none]",
 )  # fmt: skip
 @click.option(
+    "--adopt-explain", is_flag=True, cls=GroupedOption, group="adopt",
+    help="With --adopt: tell of all that is done otherwise than on one process.",
+)  # fmt: skip
+@click.option(
     "--grace-seconds", type=Seconds(min=0), default=30.0, show_default=True, metavar="SECONDS",
     cls=GroupedOption, group="basic",
     help="Time to stop for scripts that handle SIGTERM or KeyboardInterrupt.",

@@ -69,7 +69,13 @@ def rank_command(program: Program) -> list[str]:
     ]
 
 
-PROGRAM_OPTIONS = ("script", "arguments", "module", "adopt", "adopt_batch", "adopt_learning_rate")
+# Option -> attribute of AdoptOptions.
+_OF_ADOPT = {
+    "adopt_batch": "batch",
+    "adopt_learning_rate": "learning_rate",
+    "adopt_explain": "explain",
+}
+PROGRAM_OPTIONS = ("script", "arguments", "module", "adopt", *_OF_ADOPT)
 """Options of `hvdtrain run` that say what each rank runs."""
 
 
@@ -79,11 +85,10 @@ def program_given(values: Mapping[str, Any]) -> Program:
     Raises:
         UsageError: As `program_of`; or an option of --adopt is given without it.
     """
-    batch, rate = values.get("adopt_batch"), values.get("adopt_learning_rate")
-    adopt = AdoptOptions(batch or "global", rate or "none")
-    if adopt != AdoptOptions() and not values.get("adopt"):
-        name = "--adopt-batch" if batch else "--adopt-learning-rate"
-        raise UsageError(f"{name} has no effect here: add --adopt")
+    given = [name for name in _OF_ADOPT if values.get(name)]
+    if given and not values.get("adopt"):
+        raise UsageError(f"--{given[0].replace('_', '-')} has no effect here: add --adopt")
+    adopt = AdoptOptions(**{_OF_ADOPT[name]: values[name] for name in given})
     return program_of(
         values["script"],
         values.get("arguments") or (),

@@ -28,6 +28,11 @@ from hvdtrain.launch.rank_program import program_given, rank_command
 from hvdtrain.runtime import Rank, init
 
 SECOND = Rank(1, 2, 1, 2)
+
+
+def silent(what: str, how: str) -> None: ...
+
+
 NUMBERS = np.arange(10.0)[:, None]
 
 
@@ -301,7 +306,7 @@ def draws() -> list[float]:
 def test_generators_without_a_seed_are_the_same_on_all_ranks() -> None:
     found = []
     for _ in range(2):
-        with same_seeds(0):
+        with same_seeds(0, silent):
             found.append(draws())
     assert found[0] == found[1]
     assert len(set(found[0])) == 5
@@ -320,7 +325,7 @@ def test_random_maps_yield_the_same_on_all_ranks(threads: int | None, draw: Any)
     found = []
     for _ in range(3):
         keras.utils.set_random_seed(5)
-        with random_maps_in_order():
+        with random_maps_in_order(silent):
             data = tf.data.Dataset.range(300).map(lambda x: tf.cast(x, tf.double))
             data = data.map(draw, num_parallel_calls=threads)
         found.append([float(x) for x in data])
@@ -328,7 +333,7 @@ def test_random_maps_yield_the_same_on_all_ranks(threads: int | None, draw: Any)
 
 
 def test_other_maps_stay_parallel() -> None:
-    with random_maps_in_order():
+    with random_maps_in_order(silent):
         data = tf.data.Dataset.range(3).map(lambda x: x + 1, num_parallel_calls=2)
     assert type(data).__name__ == "_ParallelMapDataset"
 
@@ -340,8 +345,8 @@ def test_the_command_of_a_rank(tmp_path: Path) -> None:
     start = [sys.executable, "-P", "-m", "hvdtrain.worker", "-m", "hvdtrain.adopt"]
     words = [str(script), "--epochs", "3"]
     assert rank_command(program_given(values)) == [*start, *words]
-    grown = {"adopt_batch": "per-worker", "adopt_learning_rate": "linear"}
-    options = ["--batch", "per-worker", "--learning-rate", "linear"]
+    grown = {"adopt_batch": "per-worker", "adopt_learning_rate": "linear", "adopt_explain": True}
+    options = ["--batch", "per-worker", "--learning-rate", "linear", "--explain"]
     assert rank_command(program_given(values | grown)) == [*start, *options, *words]
     with pytest.raises(UsageError, match="--adopt-learning-rate has no effect here: add --adopt"):
         program_given(values | {"adopt": False, "adopt_learning_rate": "sqrt"})

@@ -151,7 +151,7 @@ def case_grown() -> dict[str, Any]:
     """Return how far weights, losses and predictions are from those of one process with a batch twice as large."""
     script = Path(os.environ["FOLDER"], f"grown-{ALL_RANKS.rank()}.py")
     script.write_text(GROWN.format(batch=8, rate=0.01, steps=4))
-    options = AdoptOptions("per-worker", "linear")
+    options = AdoptOptions("per-worker", "linear", explain=True)
     with mock.patch.object(
         Trainer, "predict", autospec=True, side_effect=Trainer.predict
     ) as shared:
