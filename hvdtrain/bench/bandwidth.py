@@ -1,4 +1,4 @@
-"""Times Horovod's collectives, raw MPI's in the same processes, and copies in memory as a bound.
+"""Times Horovod's collectives, in the same processes MPI's own or bare sockets, and copies in memory as a bound.
 
 Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). For S bytes in t seconds, the algorithm bandwidth is S / t.
 The bus bandwidth, S / t times FACTORS, is what each link carries, whatever the number of ranks. S is the size of the
@@ -7,14 +7,16 @@ larger side: the result of allgather, the input of reducescatter.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hvdtrain.bench.measurement import Launch, report, run_measurement
+from hvdtrain.bench.sockets import Ring
 
 FACTORS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
@@ -28,6 +30,8 @@ SIZES = (*(4 * 16**power for power in range(7)), 256 * 2**20)
 """Sizes in bytes: 4 to 64 Mi, and 256 Mi."""
 ROUND_SECONDS = 0.1
 """Target duration of one timed round."""
+Raw = Literal["mpi", "tcp"]
+"""What a collective is timed beside: MPI itself, or the same bytes through TCP sockets."""
 COPY_BYTES = 64 * 2**20
 
 
@@ -40,7 +44,7 @@ class Timing:
         ranks: Number of ranks.
         bytes: Bytes of the larger side on each rank.
         horovod: Seconds per call of Horovod, in a loop in a tf.function.
-        raw: Seconds per call of MPI itself, on NumPy arrays; None without MPI.
+        raw: Seconds per call of what Horovod runs on: MPI, on NumPy arrays, or for Gloo the bytes through TCP sockets.
         copy: Bytes per second of a copy in memory, in the same processes.
     """
 
@@ -48,7 +52,7 @@ class Timing:
     ranks: int
     bytes: int
     horovod: float
-    raw: float | None
+    raw: float
     copy: float
 
     def bandwidth(self, seconds: float) -> float:
@@ -61,7 +65,7 @@ class Timing:
 
 
 def measure_collectives(
-    names: Sequence[str], sizes: Sequence[int], np: int, rounds: int, raw: bool, launch: Launch
+    names: Sequence[str], sizes: Sequence[int], np: int, rounds: int, raw: Raw, launch: Launch
 ) -> Iterator[Timing]:
     """Yield the times of each collective and size.
 
@@ -70,7 +74,7 @@ def measure_collectives(
         sizes: Bytes of the larger side on each rank, rounded up to a multiple of four bytes per rank.
         np: Number of ranks.
         rounds: Number of timed rounds.
-        raw: Whether to time MPI as well; then MPI must start the ranks.
+        raw: What to time beside Horovod. MPI must have started the ranks.
         launch: See `measurement.Launch`.
 
     Raises:
@@ -80,29 +84,29 @@ def measure_collectives(
         options = {"name": name, "sizes": list(sizes), "rounds": rounds, "raw": raw}
         found = run_measurement(launch, np, Path(__file__), options)
         copy = statistics.median(found["copies"])
-        for size, horovod, mpi in zip(found["bytes"], found["horovod"], found["raw"], strict=True):
-            seconds = statistics.median(mpi) if mpi else None
-            yield Timing(name, np, size, statistics.median(horovod), seconds, copy)
+        for size, *seconds in zip(found["bytes"], found["horovod"], found["raw"], strict=True):
+            horovod, beside = map(statistics.median, seconds)
+            yield Timing(name, np, size, horovod, beside, copy)
 
 
 def time_collective(
-    name: str, sizes: Sequence[int], rounds: int, raw: bool
+    name: str, sizes: Sequence[int], rounds: int, raw: Raw
 ) -> dict[str, Any] | None:
     """Time one collective; rank 0 returns the seconds per call in each round, for each size."""
     from hvdtrain.runtime import init, load_horovod
 
     rank = init()
     hvd = load_horovod()
+    gather = functools.partial(hvd.allgather_object, name="bench_ports")
+    ring = Ring.connect(rank.rank, rank.size, gather) if raw == "tcp" else None
     found: dict[str, Any] = {"copies": _copies(rounds), "bytes": [], "horovod": [], "raw": []}
     for wanted in sizes:
         each = -(-wanted // (4 * rank.size))
-        calls = [_of_horovod(hvd, name, each)]
-        if raw:
-            calls.append(_of_mpi(name, each, rank.size))
-        timed = _timed(hvd, calls, rounds)
+        beside = _of_mpi(name, each, rank.size) if ring is None else ring.calls(name, 4 * each)
+        timed = _timed(hvd, [_of_horovod(hvd, name, each), beside], rounds)
         found["bytes"].append(4 * each * rank.size)
         found["horovod"].append(timed[0])
-        found["raw"].append(timed[1] if raw else [])
+        found["raw"].append(timed[1])
     return found if rank.is_first else None
 
 

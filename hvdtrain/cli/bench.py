@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hvdtrain.bench.bandwidth import FACTORS, SIZES, Timing, measure_collectives
+from hvdtrain.bench.bandwidth import FACTORS, SIZES, Raw, Timing, measure_collectives
 from hvdtrain.bench.figures import Figure
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, medians
@@ -153,26 +153,23 @@ def peers(
 def collectives(
     context: click.Context, np: int, names: tuple[str, ...], sizes: tuple[int, ...], controller: str, passes: int,
 ) -> None:  # fmt: skip
-    """Latency and bandwidth of Horovod's collectives, over MPI against MPI itself.
+    """Latency and bandwidth of Horovod's collectives against MPI itself or, for Gloo, against TCP sockets.
 
     Bandwidths as nccl-tests defines them, in GB/s: algorithm, bytes per second of a call; bus, what each link carries.
     """
     launch, chosen = launcher(controller)
     title = announce(f"{np} ranks over {chosen}, float32, medians of {passes}")
-    heads = ("bytes", "ms", "algorithm", "bus", *(("MPI ms", "bus") if chosen == "mpi" else ()))
-    click.echo(line(("", *heads)))
+    raw: Raw = "mpi" if chosen == "mpi" else "tcp"
+    click.echo(line(("", "bytes", "ms", "algorithm", "bus", f"{raw.upper()} ms", "bus")))
     done = []
-    for one in measure_collectives(
-        names or list(FACTORS), sizes or SIZES, np, passes, chosen == "mpi", launch
-    ):
+    for one in measure_collectives(names or list(FACTORS), sizes or SIZES, np, passes, raw, launch):
         done.append(one)
         click.echo(line(_timing(one)))
     click.echo(f"a copy in memory: {statistics.median(one.copy for one in done) / 1e9:.2f} GB/s")
     curves = (
         Figure(series, (one.bus_bandwidth(seconds) / 1e9,), one.name, one.bytes)
         for one in done
-        for series, seconds in (("Horovod", one.horovod), ("MPI", one.raw))
-        if seconds is not None
+        for series, seconds in (("Horovod", one.horovod), (raw.upper(), one.raw))
     )
     finish(context, title, "bus bandwidth in GB/s", curves, "bytes")
 
@@ -184,9 +181,7 @@ def _timing(one: Timing) -> tuple[str, ...]:
         f"{one.bandwidth(one.horovod) / 1e9:.2f}",
         f"{one.bus_bandwidth(one.horovod) / 1e9:.2f}",
     ]
-    if one.raw is not None:
-        cells += [f"{1e3 * one.raw:.3f}", f"{one.bus_bandwidth(one.raw) / 1e9:.2f}"]
-    return tuple(cells)
+    return (*cells, f"{1e3 * one.raw:.3f}", f"{one.bus_bandwidth(one.raw) / 1e9:.2f}")
 
 
 @bench.command()

@@ -25,10 +25,12 @@ def test_scaling_by_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["allreduce", "allgather"])
-def test_collectives_beside_mpi(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "raw"), [("allreduce", "mpi"), ("allgather", "mpi"), ("broadcast", "tcp")]
+)
+def test_collectives_beside_what_they_run_on(tmp_path: Path, name: str, raw: str) -> None:
     report = tmp_path / "report.json"
-    options = {"name": name, "sizes": [5, 4096], "rounds": 2, "raw": True}
+    options = {"name": name, "sizes": [5, 4096], "rounds": 2, "raw": raw}
     ran = launch([sys.executable, bandwidth.__file__, json.dumps(options), str(report)])
     assert ran.returncode == 0, ran.output
     found = json.loads(report.read_text())

@@ -1,0 +1,81 @@
+"""The bytes of a collective through bare TCP sockets: the limit of what Gloo, which has no other transport, can reach.
+
+In each step of a ring algorithm, a rank sends a part of the data to the next rank and receives one from the previous
+rank. Nothing is added up or copied.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+STEPS: dict[str, Callable[[int], int]] = {
+    "allreduce": lambda ranks: 2 * (ranks - 1),
+    "allgather": lambda ranks: ranks - 1,
+    "reducescatter": lambda ranks: ranks - 1,
+    "alltoall": lambda ranks: ranks - 1,
+}
+"""Collective -> number of steps on a ring of ranks. In a broadcast, each rank passes all of the data on, once."""
+LOCAL = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Connections of one rank, on one machine.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        following: Connection to the next rank.
+        previous: Connection to the previous rank.
+    """
+
+    rank: int
+    size: int
+    following: socket.socket
+    previous: socket.socket
+
+    @classmethod
+    def connect(cls, rank: int, size: int, gather: Callable[[int], list[int]]) -> Ring:
+        """Connect all ranks; `gather` returns the numbers of all ranks, given this one's. A collective."""
+        with socket.create_server((LOCAL, 0)) as server:
+            ports = gather(server.getsockname()[1])
+            following = socket.create_connection((LOCAL, ports[(rank + 1) % size]))
+            previous, _ = server.accept()
+        for connection in (following, previous):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(False)
+        return cls(rank, size, following, previous)
+
+    def calls(self, name: str, each: int) -> Callable[[int], None]:
+        """Return a function that passes the bytes of a collective as many times as its argument says.
+
+        Args:
+            name: Name of the collective.
+            each: Bytes of each rank's part.
+        """
+        is_broadcast = name == "broadcast"
+        steps, part = (1, each * self.size) if is_broadcast else (STEPS[name](self.size), each)
+        sends = not is_broadcast or self.rank < self.size - 1
+        receives = not is_broadcast or self.rank > 0
+        out = memoryview(bytes(part if sends else 0))
+        into = memoryview(bytearray(part if receives else 0))
+
+        def call(count: int) -> None:
+            for _ in range(count * steps):
+                self.step(out, into)
+
+        return call
+
+    def step(self, out: memoryview, into: memoryview) -> None:
+        """Send `out` to the next rank, and fill `into` with what the previous one sends."""
+        while out or into:
+            reading, writing, _ = select.select(
+                [self.previous] if into else [], [self.following] if out else [], []
+            )
+            if writing:
+                out = out[self.following.send(out) :]
+            if reading:
+                into = into[self.previous.recv_into(into) :]
