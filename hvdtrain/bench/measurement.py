@@ -12,16 +12,18 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvdtrain.errors import EngineError
-from hvdtrain.launch.running.timed_command import run
+from hvdtrain.launch.running.timed_command import end_all, run
 
 Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
 """Function that returns the argv to run a script with its arguments on the given number of ranks."""
 
+Result = TypeVar("Result")
 TIMEOUT_SECONDS = 400
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 """Variables that set the number of threads of a process."""
@@ -114,6 +116,16 @@ def report(measure: Callable[..., dict[str, Any] | None]) -> None:
 def horovodrun(np: int, controller: str) -> list[str]:
     """Return the argv that starts a command with plain horovodrun on `np` ranks over "mpi" or "gloo"."""
     return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(np), f"--{controller}"]
+
+
+def at_once(measure: Callable[[int], Result], number: int) -> list[Result]:
+    """Return what `measure` returns for each number from 0, all measured at the same time."""
+    with ThreadPoolExecutor(number) as pool:
+        try:
+            return list(pool.map(measure, range(number)))
+        except BaseException:
+            end_all()  # Otherwise the pool waits for running measurements.
+            raise
 
 
 def take_core(local_rank: int, count: int = 1) -> None:

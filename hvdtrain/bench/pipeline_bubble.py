@@ -2,7 +2,9 @@
 
 With m micro-batches and stages of equal work, 1F1B takes (m + s - 1) / m of the ideal time of s cores that never wait
 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). The ideal is the step time of one core, which runs the same
-program with a single stage, divided by s.
+program with a single stage, divided by s. Cores that share memory are slower when all of them work, so this is also
+measured with s such programs at once, which do not know of each other: no pipeline can be faster than
+(m + s - 1) / m times that.
 """
 
 from __future__ import annotations
@@ -11,15 +13,39 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.measurement import Comparison, Launch, report, run_measurement, take_core
+from hvdtrain.bench.measurement import (
+    Comparison,
+    Launch,
+    at_once,
+    report,
+    run_measurement,
+    take_core,
+)
 
 ROUNDS = 3
 SECONDS = 0.7
 """Target duration of one timed round."""
+
+
+@dataclass(frozen=True)
+class Bubble(Comparison):
+    """Seconds per step in one pass: ideal (`reference`) and `measured`.
+
+    Attributes:
+        together: The ideal if all cores work at once.
+    """
+
+    together: float
+
+    @property
+    def of_machine(self) -> float:
+        """`measured` / `together`."""
+        return self.measured / self.together
 
 
 def measure_bubble(
@@ -29,8 +55,8 @@ def measure_bubble(
     batch_size: int,
     passes: int,
     launch: Launch,
-) -> Iterator[dict[int, Comparison]]:
-    """Yield, for each pass, number of micro-batches -> seconds per step: ideal and measured.
+) -> Iterator[dict[int, Bubble]]:
+    """Yield the seconds per step of each pass by number of micro-batches.
 
     Args:
         counts: Numbers of micro-batches.
@@ -50,15 +76,18 @@ def measure_bubble(
         "batch_size": batch_size,
     }
 
-    def seconds(ranks: int) -> list[float]:
-        found = run_measurement(launch, ranks, Path(__file__), options)
+    def seconds(ranks: int, core: int = 0) -> list[float]:
+        found = run_measurement(launch, ranks, Path(__file__), {**options, "core": core})
         return [statistics.median(rounds) for rounds in found["seconds"]]
 
     for _ in range(passes):
-        alone, together = seconds(1), seconds(stages)
+        alone = seconds(1)
+        apart = zip(*at_once(lambda core: seconds(1, core), stages), strict=True)
         yield {
-            count: Comparison(alone[number] / stages, together[number])
-            for number, count in enumerate(counts)
+            count: Bubble(one / stages, measured, max(several) / stages)
+            for count, one, measured, several in zip(
+                counts, alone, seconds(stages), apart, strict=True
+            )
         }
 
 
@@ -68,16 +97,19 @@ def theory(micro_batches: int, stages: int) -> float:
 
 
 def time_stage(
-    counts: Sequence[int], layers: int, width: int, batch_size: int
+    counts: Sequence[int], layers: int, width: int, batch_size: int, core: int
 ) -> dict[str, list[list[float]]] | None:
-    """Time the steps of one stage; rank 0 returns the seconds per step of each round, for each of `counts`."""
+    """Time the steps of one stage, on the core of this number or, of several stages, on the rank's.
+
+    Rank 0 returns the seconds per step of each round, for each of `counts`.
+    """
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.rank_variables import size_of
     from hvdtrain.runtime import init, load_horovod
 
     stages = size_of(os.environ)
     rank = init(mesh=Mesh(pipeline=stages))
-    take_core(rank.local_rank)
+    take_core(rank.local_rank + core)
     seconds = [
         _time(_step(stages, count, layers, width, batch_size), load_horovod()) for count in counts
     ]

@@ -21,13 +21,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.measurement import Launch, report, run_measurement, take_core
-from hvdtrain.launch.running.timed_command import end_all
+from hvdtrain.bench.measurement import Launch, at_once, report, run_measurement, take_core
 
 ROUNDS = 5
 SECONDS = 2.0
@@ -103,12 +101,7 @@ def measure(
 
     for _ in range(passes):
         alone = time_ranks(1, "plain")
-        with ThreadPoolExecutor(size) as pool:
-            try:
-                apart = list(pool.map(lambda core: time_ranks(1, "plain", core), range(size)))
-            except BaseException:
-                end_all()  # Otherwise the pool waits for running measurements.
-                raise
+        apart = at_once(lambda core: time_ranks(1, "plain", core), size)
         yield Pass(
             plain=alone.rate,
             apart=sum(one.rate for one in apart),

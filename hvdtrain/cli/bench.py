@@ -15,7 +15,7 @@ from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, medians
 from hvdtrain.bench.measurement import horovodrun as plain_horovodrun
 from hvdtrain.bench.peers import WAYS, measure_peers
-from hvdtrain.bench.pipeline_bubble import measure_bubble, theory
+from hvdtrain.bench.pipeline_bubble import Bubble, measure_bubble, theory
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.slow_link import GOALS, SlowTraining, measure_slow_link
 from hvdtrain.bench.slow_link import WAYS as SYNC_WAYS
@@ -213,18 +213,27 @@ def pipeline(
     title = announce(
         f"{4 * stages} dense layers of {width}, batch {batch_size}, {stages} stages over {chosen}"
     )
-    done: list[dict[int, Comparison]] = []
+    done: list[dict[int, Bubble]] = []
     for one in measure_bubble(counts, stages, width, batch_size, passes, launch):
         done.append(one)
         ratios = "   ".join(f"m={count} {found.ratio:.3f}" for count, found in one.items())
         click.echo(f"  step time / ideal: {ratios}")
-    click.echo(f"medians of {passes}: m, ideal ms, measured ms, measured / ideal, (m + s - 1) / m")
+    click.echo(
+        f"medians of {passes}: m, ideal ms, measured ms, measured / ideal, measured / ideal on {stages} busy cores, "
+        "(m + s - 1) / m"
+    )
     for count in counts:
         ideal, seconds, ratio = medians([one[count] for one in done])
+        of_machine = statistics.median(one[count].of_machine for one in done)
         click.echo(
-            f"  {count:3d} {1e3 * ideal:9.1f} {1e3 * seconds:9.1f} {ratio:9.3f} {theory(count, stages):9.3f}"
+            f"  {count:3d} {1e3 * ideal:9.1f} {1e3 * seconds:9.1f} {ratio:9.3f} {of_machine:9.3f} "
+            f"{theory(count, stages):9.3f}"
         )
     curves = [Figure("measured", tuple(one[m].ratio for one in done), x=m) for m in counts]
+    curves += [
+        Figure("of the ideal on busy cores", tuple(one[m].of_machine for one in done), x=m)
+        for m in counts
+    ]
     curves += [Figure("schedule alone", (theory(m, stages),), x=m) for m in counts]
     finish(context, title, "step time / ideal", curves, "micro-batches")
 
