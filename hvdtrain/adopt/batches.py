@@ -15,15 +15,16 @@ from hvdtrain.data.structures import count_examples
 from hvdtrain.errors import UsageError
 
 KERAS_DEFAULT = 32
-"""Batch size of keras.Model.fit for arrays."""
+"""Batch size of Keras for arrays, if no number of steps is given either."""
 
 
-def batch_examples(x: Any, batch_size: int | None) -> tuple[int, Any]:
+def batch_examples(x: Any, batch_size: int | None, steps: int | None) -> tuple[int, Any]:
     """Return the number of examples in a batch of `x`, and `x` with nothing read from it.
 
     Args:
-        x: Data of a fit.
-        batch_size: The argument of fit.
+        x: Data of a fit or an evaluation: what comes first in it, or (x, y[, sample_weight]).
+        batch_size: The argument of the same name.
+        steps: Number of steps in an epoch, if it is given.
 
     Raises:
         UsageError: The data has no batches, or their size cannot be found without reading it.
@@ -37,36 +38,9 @@ def batch_examples(x: Any, batch_size: int | None) -> tuple[int, Any]:
         if first is None:
             raise UsageError("The generator yields nothing")
         return examples_in(first), itertools.chain([first], x)
+    if steps and not batch_size:
+        return -(-count_examples(convert(unpack(x)), "the data") // steps), x
     return batch_size or KERAS_DEFAULT, x
-
-
-def first_batches(
-    data: Any, steps: int | None, batch_size: int, size: int
-) -> tuple[Any, int | None]:
-    """Return data to evaluate on, and how many global batches of it: as many examples as Keras reads in `steps`.
-
-    Args:
-        data: The data; only a Dataset has batches of its own.
-        steps: Number of batches, of the size that the script gives them; None: all.
-        batch_size: Their size, if the data is arrays.
-        size: Number of examples in a global batch.
-
-    Raises:
-        UsageError: No number of global batches has as many examples.
-    """
-    if steps is None:
-        return data, None
-    if isinstance(data, tf.data.Dataset):
-        return data.take(steps), None
-    if isinstance(data, Iterator | keras.utils.PyDataset):
-        raise UsageError("the number of steps of the evaluation counts batches of another size")
-    if steps * batch_size >= examples_of(data):
-        return data, None
-    if steps * batch_size % size:
-        raise UsageError(
-            f"the evaluation reads {steps} batches of {batch_size}, which are no whole number of batches of {size}"
-        )
-    return data, steps * batch_size // size
 
 
 def _of_dataset(dataset: tf.data.Dataset) -> int:
@@ -89,11 +63,6 @@ def _batch_size_in(dataset: Any) -> int | None:
         return int(size)
     found = {_batch_size_in(source) for source in dataset._inputs()}
     return found.pop() if len(found) == 1 else None
-
-
-def examples_of(arrays: Any) -> int:
-    """Return the number of examples in the arrays of a fit. Raises UsageError if they are not equally long."""
-    return count_examples(convert(unpack(arrays)), "the data")
 
 
 def examples_in(batch: Any) -> int:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,17 +23,23 @@ from hvdtrain.adopt.batches import (
     KERAS_DEFAULT,
     Replayable,
     batch_examples,
-    examples_of,
+)
+from hvdtrain.adopt.evaluations import (
+    depends_on_batches,
+    evaluation_batch,
     first_batches,
+    reads_a_part,
 )
 from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
-from hvdtrain.adopt.notes import WHOLE, Notes
+from hvdtrain.adopt.notes import NOT_GROWN, WHOLE, Notes
 from hvdtrain.adopt.private_folder import PrivateFolder
+from hvdtrain.adopt.shared_predictions import predict_together
 from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
-from hvdtrain.data.arrays import is_arrays
+from hvdtrain.data.arrays import convert, is_arrays, unpack
+from hvdtrain.data.structures import count_examples
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.optimizer import undistribute
 from hvdtrain.keras.sync_batch_norm import synchronized
@@ -57,6 +63,7 @@ _OF_TRAINER = (
     "verbose",
 )
 """Arguments of fit that a Trainer takes as they are."""
+_ALL_OF_IT = "each worker computes all of it"
 
 
 class _ScriptsSeeds(HorovodStrategy):
@@ -111,10 +118,15 @@ class AdoptedFits:
     def fit(
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train `model` like keras.Model.fit, sharing each batch among the ranks if that gives the same result."""
+        """Train `model` like keras.Model.fit, sharing each batch among the ranks if that gives the same result.
+
+        Raises:
+            UsageError: The learning rate is to grow, and is a LearningRateSchedule.
+        """
         given = _arguments(original, model, *args, **kwargs)
         if self._is_kerass(given) or not model.compiled:
             return original(model, *args, **kwargs)
+        self._growth.require_settable(model)
         seed = next(self._fits)
         with self._alone():
             before = _Before(model)
@@ -129,7 +141,8 @@ class AdoptedFits:
                 before.restore()
                 reason = _reason(error)
                 vars(model)[_NAME] = _Adopted(None, reason=reason)
-                self._notes.tell("fit", f"{WHOLE}. The reason: {reason}")
+                how = NOT_GROWN if self._growth.is_asked_for else WHOLE
+                self._notes.tell("fit", f"{how}. The reason: {reason}")
                 history = self._by_all(original, model, given)
             self._folder.refresh()
         return history
@@ -138,44 +151,70 @@ class AdoptedFits:
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
         """Evaluate `model` like keras.Model.evaluate, on all ranks together if they have trained it together."""
-        names = ("y", "sample_weight", "verbose", "callbacks", "return_dict")
-        return self._by_trainer(original, "evaluate", names, model, *args, **kwargs)
+        given = _arguments(original, model, *args, **kwargs)
+        adopted = vars(model).get(_NAME)
+        if self._is_kerass(given) or adopted is None:
+            return original(model, *args, **kwargs)
+        with self._alone():
+            try:
+                result = self._evaluated(model, given, adopted)
+                self._notes.explain("evaluate", f"{self._rank.size} workers share the batches")
+                return result
+            except (UsageError, ReplicaError) as error:
+                self._notes.explain("evaluate", f"{_ALL_OF_IT}: {_reason(error)}")
+                return original(model, *args, **kwargs)
 
     def predict(
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
-        """Predict like keras.Model.predict, on all ranks together if they have trained the model together."""
-        if _arguments(original, model, *args, **kwargs)["callbacks"]:
-            return original(model, *args, **kwargs)
-        return self._by_trainer(original, "predict", ("verbose",), model, *args, **kwargs)
-
-    def _by_trainer(
-        self,
-        original: Callable[..., Any],
-        method: str,
-        names: Sequence[str],
-        model: keras.Model,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Call `method` of the model's Trainer with the arguments `names`; `original` if it has none or refuses."""
+        """Predict like keras.Model.predict, on all ranks together if they have trained the model."""
         given = _arguments(original, model, *args, **kwargs)
-        adopted = vars(model).get(_NAME)
-        if self._is_kerass(given) or adopted is None or adopted.trainer is None:
+        if self._is_kerass(given) or _NAME not in vars(model) or given["steps"]:
             return original(model, *args, **kwargs)
+        named = {name: value for name, value in given.items() if name != "self"}
+        size = given["batch_size"] or KERAS_DEFAULT
         with self._alone():
             try:
-                if not _is_worth_sharing(given["x"], adopted.batch):
-                    raise UsageError("there is no more than one batch")
-                own = given["batch_size"] or KERAS_DEFAULT
-                x, steps = first_batches(as_inputs(given["x"]), given["steps"], own, adopted.batch)
-                taken = {name: given[name] for name in names}
-                found = getattr(adopted.trainer, method)(x, steps=steps, **taken)
-                self._notes.explain(method, f"{self._rank.size} workers share the batches")
-                return found
-            except (UsageError, ReplicaError) as error:
-                self._notes.explain(method, f"each worker computes all of it: {_reason(error)}")
+                if given["callbacks"]:
+                    raise UsageError("callbacks see all of its batches")
+                result = predict_together(
+                    lambda rows: original(model, **named | {"x": rows}),
+                    model,
+                    given["x"],
+                    size,
+                    self._rank,
+                )
+                self._notes.explain("predict", f"{self._rank.size} workers share the batches")
+                return result
+            except UsageError as error:
+                self._notes.explain("predict", f"{_ALL_OF_IT}: {_reason(error)}")
                 return original(model, *args, **kwargs)
+
+    def _evaluated(self, model: keras.Model, given: dict[str, Any], adopted: _Adopted) -> Any:
+        """Evaluate with the model's Trainer.
+
+        Raises:
+            UsageError: There is none, or it would find something else than Keras.
+            ReplicaError: The ranks have different data.
+        """
+        if adopted.trainer is None:
+            raise UsageError("the workers have trained it on whole batches")
+        x, callbacks = as_inputs(given["x"]), given["callbacks"]
+        if isinstance(x, Iterator):
+            raise UsageError("a generator can be read only once")
+        size = evaluation_batch(x, given["batch_size"], given["steps"])
+        if is_arrays(x):
+            arrays = (x, given["y"], given["sample_weight"])
+            data = convert(first_batches(unpack(*arrays), given["steps"], size))
+            if count_examples(data, "the data") <= size:
+                raise UsageError("there is no more than one batch")
+        else:
+            data = (first_batches(x, given["steps"], size),)
+        cause = "what callbacks see" if callbacks else depends_on_batches(model)
+        if size != adopted.batch and cause:
+            raise UsageError(f"{cause} depends on the size of the batches")
+        names = ("verbose", "callbacks", "return_dict")
+        return adopted.trainer.evaluate(*data, **{name: given[name] for name in names})
 
     def _shared(self, model: keras.Model, given: dict[str, Any], seed: int, before: _Before) -> Any:
         """Train with a Trainer. If data can be read only once, `given` keeps what was read before the training.
@@ -184,7 +223,11 @@ class AdoptedFits:
             UsageError: The Trainer does not take the model, the data or an argument.
             ReplicaError: The ranks have different data.
         """
-        own, data = batch_examples(given["x"], given["batch_size"])
+        train = (as_inputs(given["x"]), given["y"], given["sample_weight"])
+        validation = given["validation_data"]
+        if given["validation_split"] and validation is None:
+            train, validation = split_arrays(*train, given["validation_split"])
+        own, data = batch_examples(train[0], given["batch_size"], given["steps_per_epoch"])
         size = self._growth.examples(own, self._rank.size)
         if isinstance(data, Iterator):
             data = Replayable(data, before.has_trained)
@@ -192,34 +235,37 @@ class AdoptedFits:
         trainer = self._trainer_of(model, size)
         trainer.seed = seed
         taken = {name: given[name] for name in _OF_TRAINER}
-        begins = keras.callbacks.LambdaCallback(on_train_begin=lambda logs: self._begin(model, own))
-        taken["callbacks"] = [begins, *keras.tree.flatten(given["callbacks"] or [])]
-        train = (as_inputs(data), given["y"], given["sample_weight"])
-        validation = given["validation_data"]
-        if given["validation_split"] and validation is None:
-            train, validation = split_arrays(*train, given["validation_split"])
-        validation, taken["validation_steps"] = first_batches(
-            validation,
-            given["validation_steps"],
-            given["validation_batch_size"] or given["batch_size"] or KERAS_DEFAULT,
-            size,
-        )
-        shuffle = given["shuffle"]
+        notes, evaluated = self._unlike(model), 0
+        if validation is not None:
+            steps = given["validation_steps"]
+            wanted = given["validation_batch_size"] or given["batch_size"]
+            evaluated = evaluation_batch(validation, wanted, steps)
+            part = first_batches(validation, steps, evaluated)
+            if steps and reads_a_part(validation, evaluated, steps):
+                notes += ". Each validation reads the same batches, where Keras goes on with those that follow"
+            validation = part
+        train, shuffle = (data, *train[1:]), given["shuffle"]
         if shuffle and self._seed.is_set:
             shuffled = in_keras_order(train, own, shuffle, given["steps_per_epoch"])
             if shuffled is not None:
                 train, shuffle = (shuffled, None, None), False
-        with synchronized(model):
-            return trainer.fit(*train, validation_data=validation, shuffle=bool(shuffle), **taken)
+            elif isinstance(data, keras.utils.PyDataset):
+                notes += ". Its items, not all as long, come in another order than on one process"
 
-    def _begin(self, model: keras.Model, own: int) -> None:
-        """Scale the learning rate, and say how the batches of `own` examples are shared."""
-        changed = self._growth.scale(model, self._rank.size)
-        size = self._growth.examples(own, self._rank.size)
-        how = f"{self._rank.size} workers share each batch of {size}"
-        if size != own:
-            how += f" in place of {own}"
-        self._notes.tell("fit", how + changed + self._unlike(model))
+        def begin(logs: Any) -> None:
+            cause = depends_on_batches(model)
+            if evaluated not in (0, size) and own == size and cause:
+                raise UsageError(f"{cause} depends on the size of the batches of the validation")
+            how = f"{self._rank.size} workers share each batch of {size}"
+            if size != own:
+                how += f" in place of {own}"
+            self._notes.tell("fit", how + scaled.scale() + notes)
+
+        scaled = self._growth.rates(model, self._rank.size)
+        begins = keras.callbacks.LambdaCallback(on_train_begin=begin)
+        taken["callbacks"] = [begins, *keras.tree.flatten(given["callbacks"] or [])]
+        with synchronized(model), scaled:
+            return trainer.fit(*train, validation_data=validation, shuffle=bool(shuffle), **taken)
 
     def _unlike(self, model: keras.Model) -> str:
         """Return why the result of a fit is not that of one process; "" if nothing is known to differ."""
@@ -314,11 +360,6 @@ def as_inputs(x: Any) -> Any:
     return list(x) if isinstance(x, tuple) else x
 
 
-def _is_worth_sharing(x: Any, batch: int) -> bool:
-    """Whether data has more than one global batch, as far as that is known."""
-    return not is_arrays(x) or examples_of(as_inputs(x)) > batch
-
-
 @contextlib.contextmanager
 def adopted_fits(
     rank: Rank, notes: Notes, folder: PrivateFolder, growth: Growth | None = None
@@ -334,6 +375,7 @@ def adopted_fits(
         led(keras.Model, "predict", fits.predict),
         # Of the class that defines it, as Keras looks whether a model's class overrides it.
         led(BaseTrainer, "compile", _compiled_anew),
+        led(keras.Model, "quantize", _compiled_anew),
     ):
         yield fits
 

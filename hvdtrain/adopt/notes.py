@@ -13,6 +13,10 @@ Tell = Callable[[str, str], None]
 """`Notes.explain`: told what in the script is done otherwise, and how."""
 WHOLE = "each worker trains on whole batches, which is exact but no faster than one process"
 """How the workers do what they do not share."""
+NOT_GROWN = (
+    "each worker trains on whole batches, as large as the script makes them, with its learning rate"
+)
+"""The same, if batches or learning rates were to grow."""
 BY_HAND = (
     "To share the work: hvdtrain.keras.DistributedGradientTape around the tape, "
     "dataset.apply(hvdtrain.data.shard) for the data, and hvdtrain.keras.broadcast_variables before the first step"

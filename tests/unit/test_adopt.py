@@ -17,7 +17,8 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from hvdtrain.adopt.batches import Replayable, batch_examples, first_batches
+from hvdtrain.adopt.batches import Replayable, batch_examples
+from hvdtrain.adopt.evaluations import evaluation_batch, first_batches, reads_a_part
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.private_folder import MOST_ENTRIES, PrivateFolder, mirror, private_folder
 from hvdtrain.adopt.random_maps import random_maps_in_order
@@ -191,11 +192,11 @@ class Batches(keras.utils.PyDataset):
     ],
 )
 def test_the_global_batch_is_that_of_the_script(data: Any, given: int | None, size: int) -> None:
-    assert batch_examples(data, given)[0] == size
+    assert batch_examples(data, given, None)[0] == size
 
 
 def test_nothing_of_a_generator_is_lost() -> None:
-    _, again = batch_examples(([NUMBERS[:n]] for n in (1, 2, 3)), None)
+    _, again = batch_examples(([NUMBERS[:n]] for n in (1, 2, 3)), None, None)
     assert [len(batch[0]) for batch in again] == [1, 2, 3]
 
 
@@ -210,7 +211,7 @@ def test_nothing_of_a_generator_is_lost() -> None:
 )
 def test_unknown_batches(data: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        batch_examples(data, None)
+        batch_examples(data, None, None)
 
 
 def test_what_was_read_before_the_training_comes_again() -> None:
@@ -389,17 +390,30 @@ def test_the_stall_check_is_patient(
 
 def test_an_evaluation_reads_as_many_examples_as_keras_does() -> None:
     batches = tf.data.Dataset.range(128).batch(16).repeat()
-    data, steps = first_batches(batches, 2, 16, 8)
-    assert steps is None and len(data) == 2
+    data = first_batches(batches, 2, 16)
     assert sum(len(batch) for batch in data) == 32
-    assert first_batches(batches, None, 16, 8) == (batches, None)
-    arrays = (np.ones(17), np.ones(17))
-    assert first_batches(arrays, 2, 8, 8) == (arrays, 2)
-    assert first_batches(arrays, 2, 4, 8) == (arrays, 1)
-    assert first_batches(arrays, 3, 8, 8) == (arrays, None)
-    with pytest.raises(
-        UsageError, match="3 batches of 4, which are no whole number of batches of 8"
-    ):
-        first_batches(arrays, 3, 4, 8)
+    assert first_batches(batches, None, 16) is batches
+    arrays = (np.ones(17), np.ones((17, 2)))
+    assert [part.shape for part in first_batches(arrays, 3, 5)] == [(15,), (15, 2)]
+    assert [part.shape for part in first_batches(arrays, 3, 6)] == [(17,), (17, 2)]
     with pytest.raises(UsageError, match="another size"):
-        first_batches(iter(arrays), 2, 8, 8)
+        first_batches(iter(arrays), 2, 8)
+    assert reads_a_part(arrays, 5, 3) and not reads_a_part(arrays, 6, 3)
+    assert reads_a_part(batches, 16, 2) and not reads_a_part(batches.take(2), 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "steps", "size"),
+    [
+        (NUMBERS, None, None, 32),
+        (NUMBERS, None, 4, 3),  # Keras makes as many batches as there are steps.
+        (NUMBERS, 5, 4, 5),
+        (DATASET.batch(3), None, 2, 3),
+        (DATASET, None, None, 0),
+        (Batches(), None, None, 0),
+    ],
+)
+def test_the_batch_of_an_evaluation(
+    data: Any, given: int | None, steps: int | None, size: int
+) -> None:
+    assert evaluation_batch(data, given, steps) == size

@@ -22,7 +22,6 @@ from keras.src.utils import file_utils
 from references import reference
 from results import far
 
-from hvdtrain import Trainer
 from hvdtrain.adopt.__main__ import run_adopted
 from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
@@ -118,10 +117,11 @@ def case_whole() -> list[Any]:
 
 
 GROWN = """
-import keras, numpy, tensorflow as tf
+import keras, numpy, tempfile, tensorflow as tf
 keras.utils.set_random_seed(1)
 x = numpy.random.normal(size=(50, 4)).astype("float32")
 y = x[:, :1] ** 2
+file = tempfile.mkdtemp() + "/model.keras"
 class Items(keras.utils.PyDataset):
     def __len__(self): return -(-50 // {batch})
     def __getitem__(self, n): return x[n * {batch}:][:{batch}], y[n * {batch}:][:{batch}]
@@ -130,38 +130,106 @@ kinds = {{
     "Dataset": dict(x=tf.data.Dataset.from_tensor_slices((x, y)).batch({batch})),
     "PyDataset": dict(x=Items(workers=1), shuffle=False),
 }}
-weights, logs, predicted = {{}}, {{}}, {{}}
+found = {{}}
 for name, data in kinds.items():
     keras.utils.set_random_seed(2)
     inputs = keras.Input((4,))
     hidden = keras.layers.Dense(5, "tanh")(inputs)
     model = keras.Model(inputs, {{"y": keras.layers.Dense(1, name="y")(hidden), "hidden": hidden}})
     model.compile(keras.optimizers.SGD({rate}, momentum=0.9), {{"y": "mse", "hidden": None}})
-    for _ in range(2):  # The rate is scaled once.
-        fit = model.fit(**data, epochs=2, validation_data=(x, y), validation_steps={steps}, verbose=0)
-    weights[name], logs[name] = model.get_weights(), fit.history["val_loss"]
-    few, all_of_them = model.predict(x[:8], verbose=0), model.predict(data["x"], verbose=0)
-    predicted[name] = [few["hidden"], all_of_them["hidden"], all_of_them["y"]]
-    for n, model_says in enumerate(model.predict(x, batch_size=5, steps=10, verbose=0).values()):
-        assert len(model_says) == 50, (n, model_says.shape)
+    fit = model.fit(**data, epochs=2, validation_data=(x, y), verbose=0)
+    model.save(file)
+    model = keras.models.load_model(file)  # With its learning rate.
+    model.fit(**data, verbose=0)
+    model.fit(**data, verbose=0)
+    found[name] = [*model.get_weights(), *fit.history["val_loss"], float(model.optimizer.learning_rate) / {rate}]
+"""
+
+CALLS = """
+import keras, numpy, tensorflow as tf
+keras.utils.set_random_seed(1)
+x = numpy.random.normal(size=(50, 4)).astype("float32")
+y = x[:, :1] ** 2
+found = {}
+def built(loss="mse", kind=keras.Model):
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(5, "tanh")(inputs)
+    model = kind(inputs, {"y": keras.layers.Dense(1, name="y")(hidden), "hidden": hidden})
+    model.compile("sgd", {"y": loss, "hidden": None})
+    return model
+model = built()
+fit = model.fit(x, y, epochs=2, steps_per_epoch=5, validation_data=(x, y), validation_steps=4, verbose=0)
+found["steps"] = [fit.history["loss"], fit.history["val_loss"][0], model.evaluate(x, y, steps=3, verbose=0)]
+found["predictions"] = [model.predict(x[:8], verbose=0), model.predict(x, verbose=0)]
+found["in small batches"] = model.predict(x, batch_size=5, verbose=0)
+found["in steps"] = [model.predict(x, steps=2, verbose=0), model.predict(x, steps=3, batch_size=5, verbose=0)]
+def sparse():
+    for n in range(5):
+        yield (tf.sparse.from_dense(x[n * 10:][:10]),)
+found["of a generator"] = model.predict(sparse(), verbose=0)
+sums = built(keras.losses.MeanSquaredError(reduction="sum"))
+sums.fit(x, y, batch_size=16, verbose=0)
+found["a sum"] = [sums.evaluate(x, y, verbose=0), sums.evaluate(x, y, batch_size=16, verbose=0)]
+fit = sums.fit(x, y, batch_size=16, validation_data=(x, y), validation_batch_size=10, verbose=0)
+found["a sum"] += fit.history["val_loss"]
+class OfBatches(keras.layers.Layer):
+    def call(self, x, training=None):
+        return x if training else x - tf.reduce_mean(x, axis=0)
+mixing = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), OfBatches()])
+mixing.compile("sgd", "mse")
+mixing.fit(x, y, batch_size=10, verbose=0)
+found["of batches"] = mixing.predict(x, batch_size=10, verbose=0)
+class Counting(keras.layers.Layer):
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+    def call(self, x, training=None):
+        if not training:
+            self.count.assign_add(1.0)
+        return x
+counting = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), Counting()])
+counting.compile("sgd", "mse")
+counting.fit(x, y, batch_size=10, verbose=0)
+counting.predict(x, batch_size=10, verbose=0)
+found["counted"] = float(counting.layers[-1].count)
+layers = [keras.layers.Embedding(9, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
+words = keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
+words.compile("sgd", "mse")
+numbers = numpy.arange(200).reshape(50, 4) % 9
+words.fit(numbers, y, batch_size=10, verbose=0)
+numbers[20, 3] = 99  # Of one worker's share.
+try:
+    words.predict(numbers, batch_size=10, verbose=0)
+except tf.errors.InvalidArgumentError:
+    numbers[20, 3] = 0
+found["after an error"] = words.predict(numbers, batch_size=10, verbose=0)
 """
 
 
 def case_grown() -> dict[str, Any]:
-    """Return how far weights, losses and predictions are from those of one process with a batch twice as large."""
-    script = Path(os.environ["FOLDER"], f"grown-{ALL_RANKS.rank()}.py")
-    script.write_text(GROWN.format(batch=8, rate=0.01, steps=4))
-    options = AdoptOptions("per-worker", "linear", explain=True)
-    with mock.patch.object(
-        Trainer, "predict", autospec=True, side_effect=Trainer.predict
-    ) as shared:
-        _, told = run_beside(partial(run_adopted, str(script), [], options), script.parent)
-    found = {name: vars(sys.modules["__main__"])[name] for name in ("weights", "logs", "predicted")}
-    script.write_text(GROWN.format(batch=16, rate=0.02, steps=2))
+    """Return how far weights, losses and rates are from those of one process with a batch twice as large."""
+    texts = [GROWN.format(batch=8 * n, rate=0.01 * n) for n in (1, 2)]
+    return _beside_one_process(*texts, AdoptOptions("per-worker", "linear"))
+
+
+def case_calls() -> dict[str, Any]:
+    """Return how far what fits, evaluations and predictions return is from one process, and the messages."""
+    return _beside_one_process(CALLS, CALLS, AdoptOptions(explain=True))
+
+
+def _beside_one_process(adopted: str, plain: str, options: AdoptOptions) -> dict[str, Any]:
+    """Return how far apart the values of `found` in two scripts are, and what the first one was told."""
+    script = Path(os.environ["FOLDER"], f"script-{ALL_RANKS.rank()}.py")
+    script.write_text(adopted)
+    _, told = run_beside(partial(run_adopted, str(script), [], options), script.parent)
+    found = vars(sys.modules["__main__"])["found"]
+    any_rank(False, "both_have_ended")
+    script.write_text(plain)
     run_beside(partial(run_script, str(script)), script.parent)
-    plain = vars(sys.modules["__main__"])
-    apart = {name: far(found[name], plain[name], "relative") for name in found}
-    return apart | {"told": told, "shared predictions": shared.call_count}
+    wanted = vars(sys.modules["__main__"])["found"]
+    return {
+        "apart": {name: far(found[name], wanted[name], "relative") for name in wanted},
+        "told": told,
+    }
 
 
 def _one_process(script: Path) -> dict[str, Any]:
