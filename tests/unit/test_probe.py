@@ -178,7 +178,7 @@ def first_of(outputs: int) -> keras.Model:
 
 
 AS_MEAN = {
-    **{f"{n} outputs, one loss": lambda n=n: first_of(n) for n in (2, 3, 5)},
+    **{f"loss_of_one_of_{n}": lambda n=n: first_of(n) for n in (2, 3, 5)},
     "mean": lambda: compiled(dense()),
     "sum": lambda: compiled(dense(), keras.losses.MeanSquaredError(reduction="sum")),
     "no reduction": lambda: compiled(dense(), keras.losses.MeanSquaredError(reduction=None)),
