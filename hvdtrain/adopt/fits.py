@@ -24,12 +24,7 @@ from hvdtrain.adopt.batches import (
     Replayable,
     batch_examples,
 )
-from hvdtrain.adopt.evaluations import (
-    depends_on_batches,
-    evaluation_batch,
-    first_batches,
-    reads_a_part,
-)
+from hvdtrain.adopt.evaluations import Evaluation, depends_on_batches
 from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import NOT_GROWN, WHOLE, Notes
@@ -202,19 +197,16 @@ class AdoptedFits:
         x, callbacks = as_inputs(given["x"]), given["callbacks"]
         if isinstance(x, Iterator):
             raise UsageError("a generator can be read only once")
-        size = evaluation_batch(x, given["batch_size"], given["steps"])
-        if is_arrays(x):
-            arrays = (x, given["y"], given["sample_weight"])
-            data = convert(first_batches(unpack(*arrays), given["steps"], size))
-            if count_examples(data, "the data") <= size:
-                raise UsageError("there is no more than one batch")
-        else:
-            data = (first_batches(x, given["steps"], size),)
+        arrays = is_arrays(x)
+        data = unpack(x, given["y"], given["sample_weight"]) if arrays else x
+        found = Evaluation.of(data, given["batch_size"], given["steps"])
+        if arrays and count_examples(convert(found.data), "the data") <= found.batch:
+            raise UsageError("there is no more than one batch")
         cause = "what callbacks see" if callbacks else depends_on_batches(model)
-        if size != adopted.batch and cause:
-            raise UsageError(f"{cause} depends on the size of the batches")
+        if found.batch != adopted.batch and cause:
+            raise UsageError(f"{cause} may depend on the size of the batches")
         names = ("verbose", "callbacks", "return_dict")
-        return adopted.trainer.evaluate(*data, **{name: given[name] for name in names})
+        return adopted.trainer.evaluate(found.data, **{name: given[name] for name in names})
 
     def _shared(self, model: keras.Model, given: dict[str, Any], seed: int, before: _Before) -> Any:
         """Train with a Trainer. If data can be read only once, `given` keeps what was read before the training.
@@ -224,9 +216,9 @@ class AdoptedFits:
             ReplicaError: The ranks have different data.
         """
         train = (as_inputs(given["x"]), given["y"], given["sample_weight"])
-        validation = given["validation_data"]
-        if given["validation_split"] and validation is None:
-            train, validation = split_arrays(*train, given["validation_split"])
+        held_out = given["validation_data"]
+        if given["validation_split"] and held_out is None:
+            train, held_out = split_arrays(*train, given["validation_split"])
         own, data = batch_examples(train[0], given["batch_size"], given["steps_per_epoch"])
         size = self._growth.examples(own, self._rank.size)
         if isinstance(data, Iterator):
@@ -235,15 +227,9 @@ class AdoptedFits:
         trainer = self._trainer_of(model, size)
         trainer.seed = seed
         taken = {name: given[name] for name in _OF_TRAINER}
-        notes, evaluated = self._unlike(model), 0
-        if validation is not None:
-            steps = given["validation_steps"]
-            wanted = given["validation_batch_size"] or given["batch_size"]
-            evaluated = evaluation_batch(validation, wanted, steps)
-            part = first_batches(validation, steps, evaluated)
-            if steps and reads_a_part(validation, evaluated, steps):
-                notes += ". Each validation reads the same batches, where Keras goes on with those that follow"
-            validation = part
+        wanted = given["validation_batch_size"] or given["batch_size"]
+        validation = Evaluation.of(held_out, wanted, given["validation_steps"])
+        notes = self._unlike(model)
         train, shuffle = (data, *train[1:]), given["shuffle"]
         if shuffle and self._seed.is_set:
             shuffled = in_keras_order(train, own, shuffle, given["steps_per_epoch"])
@@ -253,19 +239,19 @@ class AdoptedFits:
                 notes += ". Its items, not all as long, come in another order than on one process"
 
         def begin(logs: Any) -> None:
-            cause = depends_on_batches(model)
-            if evaluated not in (0, size) and own == size and cause:
-                raise UsageError(f"{cause} depends on the size of the batches of the validation")
+            unlike = validation.unlike(model, size) if size == own else ""
             how = f"{self._rank.size} workers share each batch of {size}"
             if size != own:
                 how += f" in place of {own}"
-            self._notes.tell("fit", how + scaled.scale() + notes)
+            self._notes.tell("fit", how + scaled.scale() + notes + unlike)
 
         scaled = self._growth.rates(model, self._rank.size)
         begins = keras.callbacks.LambdaCallback(on_train_begin=begin)
         taken["callbacks"] = [begins, *keras.tree.flatten(given["callbacks"] or [])]
         with synchronized(model), scaled:
-            return trainer.fit(*train, validation_data=validation, shuffle=bool(shuffle), **taken)
+            return trainer.fit(
+                *train, validation_data=validation.data, shuffle=bool(shuffle), **taken
+            )
 
     def _unlike(self, model: keras.Model) -> str:
         """Return why the result of a fit is not that of one process; "" if nothing is known to differ."""

@@ -18,7 +18,7 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from hvdtrain.adopt.batches import Replayable, batch_examples
-from hvdtrain.adopt.evaluations import evaluation_batch, first_batches, reads_a_part
+from hvdtrain.adopt.evaluations import Evaluation
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.private_folder import MOST_ENTRIES, PrivateFolder, mirror, private_folder
 from hvdtrain.adopt.random_maps import random_maps_in_order
@@ -390,16 +390,17 @@ def test_the_stall_check_is_patient(
 
 def test_an_evaluation_reads_as_many_examples_as_keras_does() -> None:
     batches = tf.data.Dataset.range(128).batch(16).repeat()
-    data = first_batches(batches, 2, 16)
-    assert sum(len(batch) for batch in data) == 32
-    assert first_batches(batches, None, 16) is batches
+    found = Evaluation.of(batches, None, 2)
+    assert (sum(map(len, found.data)), found.batch, found.is_part) == (32, 16, True)
+    assert not Evaluation.of(batches.take(2), None, 2).is_part
+    assert Evaluation.of(batches, None, None).data is batches
     arrays = (np.ones(17), np.ones((17, 2)))
-    assert [part.shape for part in first_batches(arrays, 3, 5)] == [(15,), (15, 2)]
-    assert [part.shape for part in first_batches(arrays, 3, 6)] == [(17,), (17, 2)]
+    found = Evaluation.of(arrays, 5, 3)
+    assert ([part.shape for part in found.data], found.is_part) == ([(15,), (15, 2)], True)
+    found = Evaluation.of(arrays, 6, 3)
+    assert ([part.shape for part in found.data], found.is_part) == ([(17,), (17, 2)], False)
     with pytest.raises(UsageError, match="another size"):
-        first_batches(iter(arrays), 2, 8)
-    assert reads_a_part(arrays, 5, 3) and not reads_a_part(arrays, 6, 3)
-    assert reads_a_part(batches, 16, 2) and not reads_a_part(batches.take(2), 16, 2)
+        Evaluation.of(iter(arrays), 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -416,4 +417,4 @@ def test_an_evaluation_reads_as_many_examples_as_keras_does() -> None:
 def test_the_batch_of_an_evaluation(
     data: Any, given: int | None, steps: int | None, size: int
 ) -> None:
-    assert evaluation_batch(data, given, steps) == size
+    assert Evaluation.of(data, given, steps).batch == size
