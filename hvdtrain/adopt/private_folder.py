@@ -9,6 +9,7 @@ are the user's on all ranks.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import os
 import shutil
@@ -29,6 +30,7 @@ from hvdtrain.runtime import Rank
 
 MOST_ENTRIES = 20_000
 """Files and folders below the working folder that a private one has; folders with more are links to the user's."""
+_PREFIX = "hvdtrain-adopt-"
 _LINKED = {".git", ".hvdtrain", ".venv", "__pycache__", "node_modules", "venv"}
 """Folders in which a training writes nothing."""
 _WRITING = os.O_WRONLY | os.O_RDWR
@@ -82,7 +84,7 @@ def private_folder(rank: Rank) -> Iterator[PrivateFolder]:
     if rank.is_first:
         yield PrivateFolder(users, None)
         return
-    own = Path(tempfile.mkdtemp(prefix="hvdtrain-adopt-")).resolve()
+    own, lock = _locked_folder()
     folder = PrivateFolder(users, own)
     try:
         mirror(users, own)
@@ -92,6 +94,26 @@ def private_folder(rank: Rank) -> Iterator[PrivateFolder]:
     finally:
         os.chdir(users)
         shutil.rmtree(own, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder() -> tuple[Path, int]:
+    """Return a new folder, and a file descriptor that locks it; remove those of ranks that were killed."""
+    place = Path(tempfile.gettempdir()).resolve()
+    for old in place.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # Another rank removes it, or it is another user's.
+            lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(lock)
+    # Nobody sees it under its name before it is locked.
+    new = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
+    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    with contextlib.suppress(OSError):  # Of a file system without locks, nothing is removed.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return new.rename(place / new.name[1:]), lock
 
 
 def mirror(users: Path, own: Path) -> None:

@@ -143,6 +143,19 @@ def test_a_private_folder_ends_with_its_block(users: Path) -> None:
     assert set(contents(users)) == {"log.txt", "data/deep/table.csv"}
 
 
+def test_the_folder_of_a_rank_that_was_killed_is_removed(
+    users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "hvdtrain-adopt-killed" / "data").mkdir(parents=True)
+    with private_folder(SECOND):
+        first = Path.cwd()
+        os.chdir(users)
+        with private_folder(Rank(2, 3, 2, 3)):
+            assert {*tmp_path.glob("*hvdtrain-adopt-*")} == {first, Path.cwd()}
+    assert not [*tmp_path.glob("*hvdtrain-adopt-*")]
+
+
 def test_the_first_rank_works_in_the_users_folder(users: Path) -> None:
     with private_folder(Rank(0, 2, 0, 2)) as folder:
         Path("log.txt").write_text("mine")
