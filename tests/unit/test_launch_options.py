@@ -347,4 +347,4 @@ def test_what_the_ranks_get_in_their_environment(
 
 def test_groups_are_those_of_the_help() -> None:
     of_plan = {option.group for option in options_of(LaunchPlan)}
-    assert of_plan | {"strategy", "about"} == set(GROUPS)
+    assert of_plan | {"strategy", "adopt", "about"} == set(GROUPS)
