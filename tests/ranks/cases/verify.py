@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,13 @@ def convolutional() -> keras.Model:
             *(SyncBatchNormalization(), layers.Flatten(), layers.Dense(1)),
         ]
     )
+
+
+def without_warnings(run: Callable[[], None]) -> None:
+    """Run as in a script that calls warnings.simplefilter("ignore")."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run()
 
 
 class RateByWorkers(keras.callbacks.Callback):
@@ -184,7 +192,9 @@ SAME: dict[str, Callable[[], None]] = {
     "own eager loop": lambda: own_loop(compiled=False),
 }
 DIFFERENT: dict[str, Callable[[], None]] = {
-    "BatchNormalization": lambda: train(lambda: dense(layers.BatchNormalization())),
+    "BatchNormalization": lambda: without_warnings(
+        lambda: train(lambda: dense(layers.BatchNormalization()))
+    ),
     "scaled rate": lambda: train(learning_rate_scaling="linear"),
     "rate of a callback": lambda: train(fit={"callbacks": [RateByWorkers()]}),
     "batch of the workers": lambda: train(batch=4 * ALL_RANKS.size()),
