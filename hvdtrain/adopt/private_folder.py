@@ -23,9 +23,11 @@ from unittest import mock
 
 import h5py
 import tensorflow as tf
+from keras.src.saving import saving_api
 from tensorflow.python.lib.io import file_io
 
 from hvdtrain.collectives.consistency import any_rank
+from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.runtime import Rank
 
 MOST_ENTRIES = 20_000
@@ -160,7 +162,10 @@ def _watching(folder: PrivateFolder) -> Iterator[None]:
                 folder.own_file(path, bool(flags & os.O_TRUNC))
 
     sys.addaudithook(opened)  # Hears Python's own functions, and stays until the process ends.
+    prepare_saving()  # Which makes them follow a link before they write; those below come before it.
     with (
+        mock.patch.object(saving_api, "save_model", _saving(saving_api.save_model, folder)),
+        mock.patch.object(saving_api, "save_weights", _saving(saving_api.save_weights, folder)),
         mock.patch.object(h5py.File, "__init__", _owning(h5py.File.__init__, folder, "r")),
         mock.patch.object(
             file_io.FileIO, "__init__", _owning(file_io.FileIO.__init__, folder, "r")
@@ -173,6 +178,17 @@ def _watching(folder: PrivateFolder) -> Iterator[None]:
             yield
         finally:
             watched.clear()
+
+
+def _saving(save: Callable[..., Any], folder: PrivateFolder) -> Callable[..., Any]:
+    """Return a function of Keras that saves a model: (model, filepath, ...)."""
+
+    @functools.wraps(save)
+    def call(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        folder.own_file(filepath, truncated=False)
+        return save(model, filepath, *args, **kwargs)
+
+    return call
 
 
 def _owning(

@@ -110,6 +110,19 @@ def test_a_file_that_exists_is_not_created(users: Path, private: PrivateFolder) 
     assert Path("log.txt").read_text() == "first\n"
 
 
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
+def test_a_model_that_is_saved_again(users: Path, private: PrivateFolder, name: str) -> None:
+    """hvdtrain writes it beside the file that a link points to."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    save = model.save_weights if "weights" in name else model.save
+    (users / name).write_text("of an earlier run")
+    private.refresh()
+    save(name)
+    assert (users / name).read_text() == "of an earlier run"
+    assert Path(name).stat().st_size > 1000 and not Path(name).is_symlink()
+    assert not [*users.glob(".tmp*")]
+
+
 def test_a_file_of_a_linked_h5_is_read_through_the_link(
     users: Path, private: PrivateFolder
 ) -> None:
