@@ -35,6 +35,8 @@ MOST_ENTRIES = 20_000
 _PREFIX = "hvdtrain-adopt-"
 _LINKED = {".git", ".hvdtrain", ".venv", "__pycache__", "node_modules", "venv"}
 """Folders in which a training writes nothing."""
+_COPIED = {".index", ".pb"}
+"""Suffixes of a checkpoint's table of contents and of a SavedModel, which are small."""
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
@@ -139,7 +141,16 @@ def mirror(users: Path, own: Path) -> None:
             if entry.is_dir(follow_symlinks=False) and entry.name not in _LINKED:
                 waiting.append(folder / entry.name)
             elif not os.path.lexists(here / entry.name):
-                (here / entry.name).symlink_to(entry.path)
+                _show(Path(entry.path), here / entry.name)
+
+
+def _show(users: Path, own: Path) -> None:
+    """Make a link to the user's file; or a copy of one that TensorFlow writes anew, in C++ and through links."""
+    if own.suffix in _COPIED and users.is_file():
+        with contextlib.suppress(OSError):
+            shutil.copyfile(users, own)
+            return
+    own.symlink_to(users)
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]] | None:

@@ -123,6 +123,17 @@ def test_a_model_that_is_saved_again(users: Path, private: PrivateFolder, name: 
     assert not [*users.glob(".tmp*")]
 
 
+def test_a_checkpoint_that_is_written_again(users: Path, private: PrivateFolder) -> None:
+    for value, folder in ((1.0, users), (2.0, Path())):
+        tf.train.Checkpoint(v=tf.Variable(value)).write(str(folder / "ckpt"))
+        tf.saved_model.save(tf.Module(), str(folder / "exported"))
+        private.refresh()
+    for value, folder in ((1.0, users), (2.0, Path())):
+        found = tf.train.load_checkpoint(str(folder / "ckpt"))
+        assert found.get_tensor("v/.ATTRIBUTES/VARIABLE_VALUE") == value
+    assert not [path for path in Path("exported").rglob("*.pb") if path.is_symlink()]
+
+
 def test_a_file_of_a_linked_h5_is_read_through_the_link(
     users: Path, private: PrivateFolder
 ) -> None:
