@@ -58,7 +58,6 @@ _OF_TRAINER = (
     "verbose",
 )
 """Arguments of fit that a Trainer takes as they are."""
-_ALL_OF_IT = "each worker computes all of it"
 
 
 class _ScriptsSeeds(HorovodStrategy):
@@ -150,14 +149,11 @@ class AdoptedFits:
         adopted = vars(model).get(_NAME)
         if self._is_kerass(given) or adopted is None:
             return original(model, *args, **kwargs)
-        with self._alone():
-            try:
-                result = self._evaluated(model, given, adopted)
-                self._notes.explain("evaluate", f"{self._rank.size} workers share the batches")
-                return result
-            except (UsageError, ReplicaError) as error:
-                self._notes.explain("evaluate", f"{_ALL_OF_IT}: {_reason(error)}")
-                return original(model, *args, **kwargs)
+        return self._together(
+            "evaluate",
+            lambda: self._evaluated(model, given, adopted),
+            lambda: original(model, *args, **kwargs),
+        )
 
     def predict(
         self, original: Callable[..., Any], model: keras.Model, *args: Any, **kwargs: Any
@@ -167,23 +163,30 @@ class AdoptedFits:
         if self._is_kerass(given) or _NAME not in vars(model) or given["steps"]:
             return original(model, *args, **kwargs)
         named = {name: value for name, value in given.items() if name != "self"}
-        size = given["batch_size"] or KERAS_DEFAULT
+
+        def shared() -> Any:
+            if given["callbacks"]:
+                raise UsageError("callbacks see all of its batches")
+            return predict_together(
+                lambda rows: original(model, **named | {"x": rows}),
+                model,
+                given["x"],
+                given["batch_size"] or KERAS_DEFAULT,
+                self._rank,
+            )
+
+        return self._together("predict", shared, lambda: original(model, *args, **kwargs))
+
+    def _together(self, what: str, shared: Callable[[], Any], whole: Callable[[], Any]) -> Any:
+        """Return the result of `shared`; if it raises UsageError or ReplicaError, that of `whole`, on each rank alike."""
         with self._alone():
             try:
-                if given["callbacks"]:
-                    raise UsageError("callbacks see all of its batches")
-                result = predict_together(
-                    lambda rows: original(model, **named | {"x": rows}),
-                    model,
-                    given["x"],
-                    size,
-                    self._rank,
-                )
-                self._notes.explain("predict", f"{self._rank.size} workers share the batches")
-                return result
-            except UsageError as error:
-                self._notes.explain("predict", f"{_ALL_OF_IT}: {_reason(error)}")
-                return original(model, *args, **kwargs)
+                result = shared()
+            except (UsageError, ReplicaError) as error:
+                self._notes.explain(what, f"each worker computes all of it: {_reason(error)}")
+                return whole()
+            self._notes.explain(what, f"{self._rank.size} workers share the batches")
+            return result
 
     def _evaluated(self, model: keras.Model, given: dict[str, Any], adopted: _Adopted) -> Any:
         """Evaluate with the model's Trainer.
