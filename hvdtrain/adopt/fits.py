@@ -178,7 +178,7 @@ class AdoptedFits:
         return self._together("predict", shared, lambda: original(model, *args, **kwargs))
 
     def _together(self, what: str, shared: Callable[[], Any], whole: Callable[[], Any]) -> Any:
-        """Return the result of `shared`; if it raises UsageError or ReplicaError, that of `whole`, on each rank alike."""
+        """Return the result of `shared`; that of `whole`, on each rank alike, if it cannot be shared."""
         with self._alone():
             try:
                 result = shared()
