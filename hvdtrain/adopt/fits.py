@@ -24,6 +24,7 @@ from hvdtrain.adopt.batches import (
     Replayable,
     batch_examples,
 )
+from hvdtrain.adopt.differences import differences_by_rounding, known_differences
 from hvdtrain.adopt.evaluations import Evaluation, depends_on_batches
 from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
@@ -232,7 +233,7 @@ class AdoptedFits:
         taken = {name: given[name] for name in _OF_TRAINER}
         wanted = given["validation_batch_size"] or given["batch_size"]
         validation = Evaluation.of(held_out, wanted, given["validation_steps"])
-        notes = self._unlike(model)
+        notes = known_differences(model, self._seed.is_set)
         train, shuffle = (data, *train[1:]), given["shuffle"]
         if shuffle and self._seed.is_set:
             shuffled = in_keras_order(train, own, shuffle, given["steps_per_epoch"])
@@ -248,24 +249,17 @@ class AdoptedFits:
                 how += f" in place of {own}"
             self._notes.tell("fit", how + scaled.scale() + notes + unlike)
 
+        def after_epoch(epoch: int, logs: Any) -> None:
+            if epoch == given["initial_epoch"] and (found := differences_by_rounding(model)):
+                self._notes.tell("fit", found)
+
         scaled = self._growth.rates(model, self._rank.size)
-        begins = keras.callbacks.LambdaCallback(on_train_begin=begin)
-        taken["callbacks"] = [begins, *keras.tree.flatten(given["callbacks"] or [])]
+        tells = keras.callbacks.LambdaCallback(on_train_begin=begin, on_epoch_end=after_epoch)
+        taken["callbacks"] = [tells, *keras.tree.flatten(given["callbacks"] or [])]
         with synchronized(model), scaled:
             return trainer.fit(
                 *train, validation_data=validation.data, shuffle=bool(shuffle), **taken
             )
-
-    def _unlike(self, model: keras.Model) -> str:
-        """Return why the result of a fit is not that of one process; "" if nothing is known to differ."""
-        why = ""
-        if not self._seed.is_set:
-            why += ". The script sets no seed (keras.utils.set_random_seed), so each run differs"
-        if seed_variables(model):
-            why += (
-                ". Layers that draw random numbers, such as dropout, draw others than on one worker"
-            )
-        return why
 
     def _trainer_of(self, model: keras.Model, batch: int) -> Trainer:
         """Return the model's Trainer; a new one if it was compiled again, or the batches have another size."""

@@ -91,6 +91,14 @@ def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     ]
 
 
+def mean_squares(optimizer: Any) -> list[tuple[Any, Any]]:
+    """Return each trained variable with its mean squared gradient, by whose root Adam and its kind divide; else []."""
+    inner = inner_of(optimizer)
+    squares: list[Any] = getattr(inner, "_velocities", getattr(inner, "adam_velocities", []))
+    pairs = zip(getattr(inner, "_trainable_variables", ()), squares, strict=False)
+    return [(variable, square) for variable, square in pairs if square is not None]
+
+
 def accumulators(optimizer: Any) -> list[Any]:
     """Return the gradient accumulators, which differ between ranks; [] without gradient accumulation."""
     inner = inner_of(optimizer)

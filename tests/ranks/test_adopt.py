@@ -22,16 +22,14 @@ SAMPLE = [
     "save_load_export",
 ]
 NOT_EXACT = {
-    "sets no seed of Keras's, so its arrays come in another order": "addition_rnn autompg_regression "
-    "mixup_augmentation nietzsche_char_rnn",
-    "draws random numbers in its steps": "cats_vs_dogs_augment dcgan ddim_tiny mnist_cnn stock_gru text_transformer "
-    "vae vae_add_loss",
-    "Adam turns the rounding of a gradient that is 0 (a bias before BatchNormalization, or in a difference of two "
-    "embeddings) into steps": "ecg_conv1d mobilenet_from_scratch subclassed_iris triplet_train_step wide_and_deep",
-    "a ReLU near 0 turns rounding into another path, on some processors": "resnet_small",
-    "float16": "mixed_precision_mlp",
-    "rounding grows, to 1.3e-5": "siamese_contrastive",
+    "The script sets no seed": "addition_rnn autompg_regression mixup_augmentation nietzsche_char_rnn",
+    "random numbers": "cats_vs_dogs_augment dcgan ddim_tiny mnist_cnn stock_gru text_transformer vae vae_add_loss",
+    "Rounding moves": "ecg_conv1d mobilenet_from_scratch subclassed_iris triplet_train_step wide_and_deep",
+    "Layers compute in float16": "mixed_precision_mlp",
 }
+"""Scripts by what they are told about it."""
+UNSTABLE = ("resnet_small", "siamese_contrastive")
+"""On some processors: a ReLU near 0 turns rounding into another path; rounding grows to 1.3e-5."""
 ALL = bool(os.environ.get("HVDTRAIN_ALL_CASES"))
 ROUNDING = 1e-5
 """Relative: what the order of sums makes of some dozens of steps."""
@@ -56,8 +54,10 @@ def without_time(name: str) -> str:
 @pytest.mark.parametrize("name", SCRIPTS if ALL else SAMPLE)
 def test_a_script_is_that_of_one_process(name: str, folder: Path) -> None:
     first, second = found(name, folder)
-    if not any(name in names.split() for names in NOT_EXACT.values()):
+    reasons = [reason for reason, names in NOT_EXACT.items() if name in names.split()]
+    if not reasons and name not in UNSTABLE:
         assert first["weights"] < ROUNDING and second["weights"] < ROUNDING
+    assert all(reason in " ".join(first["told"]) for reason in reasons)
     plain = folder / f"plain {name}"
     names = sorted(without_time(str(path.relative_to(plain))) for path in plain.rglob("*"))
     assert sorted(map(without_time, first["files"])) == names

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -286,6 +287,7 @@ def run_beside(script: Callable[[], None], folder: Path) -> tuple[list[list[Any]
 
 @contextlib.contextmanager
 def _messages() -> Iterator[list[str]]:
+    """Collect what hvdtrain logs and warns of."""
     told: list[str] = []
 
     def hear(record: logging.LogRecord) -> bool:
@@ -293,10 +295,12 @@ def _messages() -> Iterator[list[str]]:
         return False
 
     logger().addFilter(hear)
-    try:
-        yield told
-    finally:
-        logger().removeFilter(hear)
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        try:
+            yield told
+        finally:
+            logger().removeFilter(hear)
+            told += [str(one.message) for one in warned]
 
 
 def _files(folder: Path) -> list[str]:
