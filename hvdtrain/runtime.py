@@ -28,7 +28,7 @@ from hvdtrain.strategy_names import (
 from hvdtrain.tf_config import lost_server, read_tf_config
 from hvdtrain.worker.cpu_scheduling import (
     kernel_knows_slices,
-    schedule_promptly,
+    schedule_horovod,
     threads_of_this_process,
 )
 from hvdtrain.worker.heartbeat import beat
@@ -100,8 +100,7 @@ def engine_environment(environ: Mapping[str, str], kernel: str) -> dict[str, str
     if kernel_knows_slices(kernel) and is_one_host(environ) and not (over_gloo or tuned):
         # Horovod checks every millisecond which tensors are ready. Checking more often costs nothing where
         # its thread is scheduled at once (see schedule_promptly): 1.05 times faster on the same network.
-        # Over Gloo it took 1.3 times as long: Gloo's thread polls for what another rank sends before
-        # Horovod asks for it, and with each check it does so for a part of the cycle.
+        # Over Gloo it gained nothing.
         wanted["HOROVOD_CYCLE_TIME"] = "0.3"
     if asked_steps(environ) is not None and is_rank(environ):
         # Horovod runs a thread for the timeline from now on, which takes what time the cores have left.
@@ -163,7 +162,7 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
     with _variables(controller_environment(os.environ, "mpi" if hvd.mpi_built() else "gloo")):
         hvd.init(*args, **kwargs)
     beat("script")
-    schedule_promptly(threads_of_this_process() - before)
+    schedule_horovod(threads_of_this_process() - before, over_gloo=hvd.gloo_enabled())
     follow_imported()
 
 

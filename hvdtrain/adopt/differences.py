@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
 from hvdtrain.keras_internals.models import optimizers_of
-from hvdtrain.keras_internals.optimizers import mean_squares
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable
+from hvdtrain.keras_internals.optimizers import gradient_sizes
+from hvdtrain.keras_internals.variables import seed_variables
 from hvdtrain.strategies.batch_dependence import first_names
 
 _ROUNDING = 1e-6
@@ -37,17 +35,16 @@ def known_differences(model: keras.Model, has_seed: bool) -> str:
 
 
 def differences_by_rounding(model: keras.Model) -> str:
-    """Return a sentence about variables of which an optimizer scales the rounding of gradients to steps; "" if none.
+    """Return a sentence about variables that are moved by the rounding of their gradients; "" if there are none.
 
-    Adam and its kind divide a gradient by the root of its mean square, so that one that would be 0 with exact sums
-    moves its variable as far as any other.
+    Adam and its kind divide a gradient by its own size, so that one that would be 0 with exact sums moves its variable
+    as far as any other.
     """
     names: list[str] = []
     for optimizer in optimizers_of(model):
-        squares = mean_squares(optimizer)
-        sizes = [float(tf.reduce_max(tf_variable(square))) for _, square in squares]
-        limit = _ROUNDING**2 * max(sizes, default=0.0)
-        names += [variable.path for variable, square in squares if _is_rounding(square, limit)]
+        sizes = gradient_sizes(optimizer)
+        largest = max((float(tf.reduce_max(size)) for _, size in sizes), default=0.0)
+        names += [variable.path for variable, size in sizes if _is_rounding(size, largest)]
     if not names:
         return ""
     return (
@@ -57,7 +54,6 @@ def differences_by_rounding(model: keras.Model) -> str:
     )
 
 
-def _is_rounding(square: Any, limit: float) -> bool:
-    value = tf_variable(square)
-    small = tf.logical_and(value > 0, value < limit)
+def _is_rounding(size: tf.Tensor, largest: float) -> bool:
+    small = tf.logical_and(size > 0, size < _ROUNDING * largest)
     return bool(tf.reduce_mean(tf.cast(small, tf.float32)) > _FEW)

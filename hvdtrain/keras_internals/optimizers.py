@@ -9,6 +9,7 @@ from typing import Any
 import h5py
 import keras
 import numpy as np
+import tensorflow as tf
 from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 
 from hvdtrain.errors import EngineError, UsageError
@@ -91,12 +92,20 @@ def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     ]
 
 
-def mean_squares(optimizer: Any) -> list[tuple[Any, Any]]:
-    """Return each trained variable with its mean squared gradient, by whose root Adam and its kind divide; else []."""
+def gradient_sizes(optimizer: Any) -> list[tuple[Any, tf.Tensor]]:
+    """Return each trained variable with the sizes of its gradients, if steps do not depend on them (Adam, Lion).
+
+    They are root mean squares, or the size of a mean; of the variable's shape.
+    """
     inner = inner_of(optimizer)
-    squares: list[Any] = getattr(inner, "_velocities", getattr(inner, "adam_velocities", []))
-    pairs = zip(getattr(inner, "_trainable_variables", ()), squares, strict=False)
-    return [(variable, square) for variable, square in pairs if square is not None]
+    if isinstance(inner, keras.optimizers.Lion):
+        slots, size = inner._momentums, tf.abs
+    elif isinstance(inner, keras.optimizers.Adamax):
+        slots, size = inner._u, tf.abs
+    else:
+        slots, size = getattr(inner, "_velocities", getattr(inner, "adam_velocities", [])), tf.sqrt
+    pairs = zip(getattr(inner, "_trainable_variables", ()), slots, strict=False)
+    return [(variable, size(slot.value)) for variable, slot in pairs if slot is not None]
 
 
 def accumulators(optimizer: Any) -> list[Any]:

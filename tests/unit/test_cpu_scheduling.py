@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ from hvdtrain.runtime import engine_environment
 from hvdtrain.worker.cpu_scheduling import (
     SLICE_NANOSECONDS,
     kernel_knows_slices,
+    schedule_horovod,
     schedule_promptly,
     threads_of_this_process,
 )
@@ -35,6 +37,34 @@ def test_a_new_thread_gets_the_short_slice_and_the_others_do_not() -> None:
     finally:
         done.set()
         worker.join()
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="needs Linux's policies")
+@pytest.mark.parametrize("over_gloo", [True, False])
+def test_threads_of_gloo_do_not_interrupt_others_when_they_wake_up(over_gloo: bool) -> None:
+    done = threading.Event()
+    workers = [threading.Thread(target=done.wait) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    threads = sorted(worker.native_id or 0 for worker in workers)
+    try:
+        schedule_horovod(threads, over_gloo)
+        others = os.SCHED_BATCH if over_gloo else os.SCHED_OTHER
+        assert [os.sched_getscheduler(thread) for thread in threads] == [
+            os.SCHED_OTHER,
+            others,
+            others,
+        ]
+    finally:
+        done.set()
+        for worker in workers:
+            worker.join()
+
+
+def test_without_threads_nothing_is_scheduled() -> None:
+    before = {thread: os.sched_getscheduler(thread) for thread in threads_of_this_process()}
+    schedule_horovod([], over_gloo=True)
+    assert {thread: os.sched_getscheduler(thread) for thread in before} == before
 
 
 def test_kernels() -> None:
