@@ -12,7 +12,7 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from hvdtrain.adopt.batches import (
 )
 from hvdtrain.adopt.differences import differences_by_rounding, known_differences
 from hvdtrain.adopt.evaluations import Evaluation, depends_on_batches
+from hvdtrain.adopt.frozen_layers import Flags, trained_as, trained_layers
 from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import NOT_GROWN, WHOLE, Notes
@@ -76,11 +77,13 @@ class _Adopted:
     Attributes:
         trainer: Trainer that shares its batches; None if every rank trains on whole ones.
         batch: Number of examples in a batch.
+        trained: The layers that it trains.
         reason: Why there is no Trainer.
     """
 
     trainer: Trainer | None
     batch: int = 0
+    trained: Flags = field(default_factory=list)
     reason: str = ""
 
 
@@ -228,7 +231,7 @@ class AdoptedFits:
         if isinstance(data, Iterator):
             data = Replayable(data, before.has_trained)
             given["x"] = data.again()
-        trainer = self._trainer_of(model, size)
+        trainer, trained = self._trainer_of(model, size)
         trainer.seed = seed
         taken = {name: given[name] for name in _OF_TRAINER}
         wanted = given["validation_batch_size"] or given["batch_size"]
@@ -256,16 +259,19 @@ class AdoptedFits:
         scaled = self._growth.rates(model, self._rank.size)
         tells = keras.callbacks.LambdaCallback(on_train_begin=begin, on_epoch_end=after_epoch)
         taken["callbacks"] = [tells, *keras.tree.flatten(given["callbacks"] or [])]
-        with synchronized(model), scaled:
+        with synchronized(model), trained_as(trained), scaled:
             return trainer.fit(
                 *train, validation_data=validation.data, shuffle=bool(shuffle), **taken
             )
 
-    def _trainer_of(self, model: keras.Model, batch: int) -> Trainer:
-        """Return the model's Trainer; a new one if it was compiled again, or the batches have another size."""
+    def _trainer_of(self, model: keras.Model, batch: int) -> tuple[Trainer, Flags]:
+        """Return the model's Trainer, and the layers that it trains.
+
+        It is a new one if the model was compiled again, or the batches have another size.
+        """
         adopted = vars(model).get(_NAME)
         if adopted is not None and adopted.trainer is not None and adopted.batch == batch:
-            return adopted.trainer
+            return adopted.trainer, adopted.trained
         trainer = Trainer(
             model,
             global_batch_size=batch,
@@ -274,8 +280,9 @@ class AdoptedFits:
             run_eagerly=model.run_eagerly,
             steps_per_execution=model.steps_per_execution,
         )
-        vars(model)[_NAME] = _Adopted(trainer, batch)
-        return trainer
+        trained = trained_layers(model) if adopted is None else adopted.trained
+        vars(model)[_NAME] = _Adopted(trainer, batch, [] if model.run_eagerly else trained)
+        return trainer, trained
 
     def _is_kerass(self, given: dict[str, Any]) -> bool:
         """Whether a call is to be left to Keras: the ranks might not make it in the same order."""
@@ -359,6 +366,7 @@ def adopted_fits(
         # Of the class that defines it, as Keras looks whether a model's class overrides it.
         led(BaseTrainer, "compile", _compiled_anew),
         led(keras.Model, "quantize", _compiled_anew),
+        led(keras.Model, "make_train_function", _traced_anew),
     ):
         yield fits
 
@@ -368,6 +376,12 @@ def _compiled_anew(
 ) -> Any:
     vars(model).pop(_NAME, None)
     return original(model, *args, **kwargs)
+
+
+def _traced_anew(original: Callable[..., Any], model: keras.Model, force: bool = False) -> Any:
+    if force:
+        vars(model).pop(_NAME, None)
+    return original(model, force)
 
 
 def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, Any]:

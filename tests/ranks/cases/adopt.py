@@ -203,6 +203,16 @@ try:
 except tf.errors.InvalidArgumentError:
     numbers[20, 3] = 0
 found["after an error"] = words.predict(numbers, batch_size=10, verbose=0)
+def froze(retrace, loss="mse"):
+    model = built(loss)
+    model.fit(x, y, batch_size=10, verbose=0)
+    model.layers[1].trainable = False
+    if retrace:
+        model.make_train_function(force=True)
+    model.fit(x, y, batch_size=10, verbose=0)
+    return [*model.get_weights(), model.layers[1].trainable]
+found["frozen, not compiled"] = froze(retrace=False)
+found["frozen, traced again"] = froze(retrace=True)
 """
 
 
