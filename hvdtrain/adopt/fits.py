@@ -280,8 +280,11 @@ class AdoptedFits:
             run_eagerly=model.run_eagerly,
             steps_per_execution=model.steps_per_execution,
         )
-        trained = trained_layers(model) if adopted is None else adopted.trained
-        vars(model)[_NAME] = _Adopted(trainer, batch, [] if model.run_eagerly else trained)
+        if model.run_eagerly:
+            trained: Flags = []  # Keras looks at them in each step.
+        else:
+            trained = trained_layers(model) if adopted is None else adopted.trained
+        vars(model)[_NAME] = _Adopted(trainer, batch, trained)
         return trainer, trained
 
     def _is_kerass(self, given: dict[str, Any]) -> bool:

@@ -36,13 +36,8 @@ def trained_as(flags: Flags) -> Iterator[None]:
     try:
         yield
     finally:
-        _set(
-            [
-                (one, name, value)
-                for (one, name, value), (_, _, held) in zip(given, flags, strict=True)
-                if getattr(one, name) == held
-            ]
-        )
+        pairs = zip(given, flags, strict=True)
+        _set([was for was, (one, name, held) in pairs if getattr(one, name) == held])
 
 
 def _set(flags: Flags) -> None:
