@@ -83,15 +83,20 @@ class PrivateFolder:
 
 @contextlib.contextmanager
 def private_folder(rank: Rank) -> Iterator[PrivateFolder]:
-    """Yield the folder of `rank`, in which this process works in this block, and remove it afterwards."""
+    """Yield the folder of `rank`, in which this process works in this block, and remove it afterwards.
+
+    A collective: every rank begins with the files that were there before.
+    """
     users = Path.cwd()
     if rank.is_first:
-        yield PrivateFolder(users, None)
+        folder = PrivateFolder(users, None)
+        folder.refresh()
+        yield folder
         return
     own, lock = _locked_folder()
     folder = PrivateFolder(users, own)
     try:
-        mirror(users, own)
+        folder.refresh()
         os.chdir(own)
         with _watching(folder):
             yield folder

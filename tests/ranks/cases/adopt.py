@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +24,9 @@ from keras.src.utils import file_utils
 from references import reference
 from results import far
 
+from hvdtrain.adopt import private_folder
 from hvdtrain.adopt.__main__ import run_adopted
+from hvdtrain.adopt.private_folder import mirror
 from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
@@ -94,6 +97,30 @@ def case_explicit() -> list[Any]:
     script.write_text(explicit(smooth).text)
     sys.argv = [str(script)]
     return run_beside(partial(run_script, str(script)), folder)[0]
+
+
+MADE = """
+import pathlib
+was_there = pathlib.Path("made.zip").exists()
+pathlib.Path("made.zip").write_text("by this rank")
+"""
+
+
+def case_slow_folder() -> bool:
+    """Return whether this rank found a file that the script makes; the second rank's folder takes its time."""
+    folder = Path(os.environ["FOLDER"], "slow")
+    if ALL_RANKS.rank() == 0:
+        folder.mkdir()
+        (folder.parent / "made.py").write_text(MADE)
+    any_rank(False, "script_is_there")
+
+    def slow(*folders: Path) -> None:
+        time.sleep(1)
+        mirror(*folders)
+
+    with mock.patch.object(private_folder, "mirror", slow):
+        run_beside(partial(run_adopted, str(folder.parent / "made.py"), []), folder)
+    return bool(vars(sys.modules["__main__"])["was_there"])
 
 
 WHOLE = """
