@@ -230,8 +230,8 @@ try:
 except tf.errors.InvalidArgumentError:
     numbers[20, 3] = 0
 found["after an error"] = words.predict(numbers, batch_size=10, verbose=0)
-def froze(retrace, loss="mse"):
-    model = built(loss)
+def froze(retrace):
+    model = built()
     model.fit(x, y, batch_size=10, verbose=0)
     model.layers[1].trainable = False
     if retrace:
