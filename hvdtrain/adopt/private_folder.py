@@ -1,9 +1,9 @@
 """A folder of its own for each rank but the first, in which a script finds the user's files and writes its own.
 
-It holds the folders of the user's working folder again, and links in place of the files. Names made, replaced or
-removed in it change nothing of the user's; a file that is opened for writing through its link becomes a copy first. So
-ranks that run the same script neither write the same file nor wait for each other. Paths outside of the working folder
-are the user's on all ranks.
+It holds the folders of the user's working folder again, copies of the small files, and links in place of the others.
+Names made, replaced or removed in it change nothing of the user's; a file that is opened for writing through its link
+becomes a copy first. So ranks that run the same script neither write the same file nor wait for each other. Paths
+outside of the working folder are the user's on all ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import tensorflow as tf
 from keras.src.saving import saving_api
 from tensorflow.python.lib.io import file_io
 
+from hvdtrain.adopt.file_copies import FileCopies
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.runtime import Rank
@@ -35,8 +36,6 @@ MOST_ENTRIES = 20_000
 _PREFIX = "hvdtrain-adopt-"
 _LINKED = {".git", ".hvdtrain", ".venv", "__pycache__", "node_modules", "venv"}
 """Folders in which a training writes nothing."""
-_COPIED = {".index", ".pb"}
-"""Suffixes of a checkpoint's table of contents and of a SavedModel, which are small."""
 _WRITING = os.O_WRONLY | os.O_RDWR
 
 
@@ -51,11 +50,13 @@ class PrivateFolder:
     def __init__(self, users: Path, own: Path | None) -> None:
         self._users = users
         self._own = own
+        self._copies = FileCopies()
 
     def refresh(self) -> None:
         """Show what rank 0 has written so far: the checkpoints of a fit, for example. A collective."""
         if self._own is not None:
-            mirror(self._users, self._own)
+            self._copies.remove_outdated()
+            mirror(self._users, self._own, self._copies)
         # Rank 0 waits, so that what it writes next is not among it.
         any_rank(False, "adopted_folder")
 
@@ -125,8 +126,8 @@ def _locked_folder() -> tuple[Path, int]:
     return new.rename(place / new.name[1:]), lock
 
 
-def mirror(users: Path, own: Path) -> None:
-    """Make the folders below `users` below `own` too, with links to the files, unless something is there.
+def mirror(users: Path, own: Path, copies: FileCopies) -> None:
+    """Make the folders below `users` below `own` too, with copies of or links to the files, unless something is there.
 
     Breadth first, up to MOST_ENTRIES; a folder that has too many, or that this process may not list, becomes a link.
     """
@@ -145,17 +146,11 @@ def mirror(users: Path, own: Path) -> None:
         for entry in found or ():
             if entry.is_dir(follow_symlinks=False) and entry.name not in _LINKED:
                 waiting.append(folder / entry.name)
-            elif not os.path.lexists(here / entry.name):
-                _show(Path(entry.path), here / entry.name)
-
-
-def _show(users: Path, own: Path) -> None:
-    """Make a link to the user's file; or a copy of one that TensorFlow writes anew, in C++ and through links."""
-    if own.suffix in _COPIED and users.is_file():
-        with contextlib.suppress(OSError):
-            shutil.copyfile(users, own)
-            return
-    own.symlink_to(users)
+            elif not (
+                os.path.lexists(here / entry.name)
+                or copies.make(Path(entry.path), here / entry.name)
+            ):
+                (here / entry.name).symlink_to(entry.path)
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]] | None:

@@ -192,8 +192,14 @@ def test_horovod_style_under_horovodrun_at_full_length(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_horovod_style_alone() -> None:
-    assert accuracy(alone("horovod_style.py", "--epochs", "6")) >= 0.9
+def test_horovod_style_with_a_global_batch_is_one_run(tmp_path: Path) -> None:
+    given = ("horovod_style.py", "--epochs", "6", "--global-batch", "32")
+    one = alone(*given)
+    assert accuracy(one) >= 0.9
+    losses = values(one, "val_loss:")
+    assert len(losses) == 6
+    # Printed with 4 digits, after epochs of Adam, which grows the rounding of sums.
+    assert values(hvdtrain_run(tmp_path, *given), "val_loss:") == pytest.approx(losses, rel=1e-3)
 
 
 @pytest.mark.slow

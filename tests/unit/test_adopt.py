@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from hvdtrain.adopt.batches import Replayable, batch_examples
 from hvdtrain.adopt.evaluations import Evaluation
+from hvdtrain.adopt.file_copies import FileCopies
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.private_folder import MOST_ENTRIES, PrivateFolder, mirror, private_folder
 from hvdtrain.adopt.random_maps import random_maps_in_order
@@ -47,8 +48,12 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture
-def private(users: Path) -> Iterator[PrivateFolder]:
+@pytest.fixture(params=["copies", "links"])
+def private(
+    users: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PrivateFolder]:
+    if request.param == "links":
+        monkeypatch.setattr("hvdtrain.adopt.file_copies.LARGEST", -1)
     init()
     with private_folder(SECOND) as folder:
         yield folder
@@ -56,6 +61,10 @@ def private(users: Path) -> Iterator[PrivateFolder]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def names_and_contents() -> tuple[list[Path], dict[str, bytes]]:
+    return sorted(Path().rglob("*")), contents(Path())
 
 
 def test_a_rank_reads_the_users_files(users: Path, private: PrivateFolder) -> None:
@@ -69,12 +78,17 @@ def opened(mode: str) -> None:
         file.write("more")
 
 
+def os_opened(flags: int) -> None:
+    with os.fdopen(os.open("log.txt", flags), "wb") as file:
+        file.write(b"x")
+
+
 WRITES = {
     "write": lambda: Path("log.txt").write_text("mine"),
     "append": lambda: opened("a"),
     "update": lambda: opened("r+"),
-    "os.open": lambda: os.close(os.open("log.txt", os.O_WRONLY)),
-    "os.open, emptied": lambda: os.close(os.open("log.txt", os.O_WRONLY | os.O_TRUNC)),
+    "os.open": lambda: os_opened(os.O_WRONLY),
+    "os.open, emptied": lambda: os_opened(os.O_WRONLY | os.O_TRUNC),
     "np.save": lambda: np.savez("log.txt", NUMBERS),
     "remove": lambda: Path("log.txt").unlink(),
     "replace": lambda: Path("new").write_text("x") and Path("new").replace("log.txt"),
@@ -92,10 +106,10 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_what_a_rank_writes_is_its_own(users: Path, private: PrivateFolder, write: Any) -> None:
     before, names = contents(users), sorted(users.rglob("*"))
-    own = {path: path.lstat() for path in Path.cwd().rglob("*")}
+    own = names_and_contents()
     write()
     assert contents(users) == before and sorted(users.rglob("*")) == names
-    assert {path: path.lstat() for path in Path.cwd().rglob("*")} != own
+    assert names_and_contents() != own
 
 
 def test_a_file_that_is_appended_to_keeps_its_lines(users: Path, private: PrivateFolder) -> None:
@@ -137,11 +151,12 @@ def test_a_checkpoint_that_is_written_again(users: Path, private: PrivateFolder)
 def test_a_file_of_a_linked_h5_is_read_through_the_link(
     users: Path, private: PrivateFolder
 ) -> None:
+    large = np.arange(2e5)
     with h5py.File(users / "a.h5", "w") as file:
-        file["x"] = NUMBERS
+        file["x"] = large
     private.refresh()
     with h5py.File("a.h5") as file:
-        assert np.array_equal(file["x"], NUMBERS)
+        assert np.array_equal(file["x"], large)
     assert Path("a.h5").is_symlink()
 
 
@@ -197,7 +212,7 @@ def test_a_folder_with_too_many_files_is_a_link(
         (users / name).parent.mkdir(parents=True, exist_ok=True)
         (users / name).touch()
     for _ in range(2):
-        mirror(users, own)
+        mirror(users, own, FileCopies())
         assert (own / "images").is_symlink() and not (own / "out").is_symlink()
         assert contents(own).keys() == {"log", "out/1"}
         assert (own / "images" / "1").is_file()
