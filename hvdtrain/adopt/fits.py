@@ -408,7 +408,8 @@ def led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
 def _reason(error: Exception) -> str:
     """Return why a Trainer does not train; what to do about it is not for a script that knows no Trainer."""
     if isinstance(error, ReplicaError):
-        return f"{str(error).partition('. ')[0]} (random numbers without a seed?)"
+        usual = "random numbers without a seed, or new files in an order that was not sorted?"
+        return f"{str(error).partition('. ')[0]} ({usual})"
     return str(error)
 
 

@@ -27,6 +27,7 @@ from keras.src.saving import saving_api
 from tensorflow.python.lib.io import file_io
 
 from hvdtrain.adopt.file_copies import FileCopies
+from hvdtrain.adopt.listing_order import in_users_order
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.runtime import Rank
@@ -99,7 +100,7 @@ def private_folder(rank: Rank) -> Iterator[PrivateFolder]:
     try:
         folder.refresh()
         os.chdir(own)
-        with _watching(folder):
+        with _watching(folder), in_users_order(users, own):
             yield folder
     finally:
         os.chdir(users)

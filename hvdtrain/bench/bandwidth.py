@@ -32,6 +32,8 @@ ROUND_SECONDS = 0.1
 """Target duration of one timed round."""
 Raw = Literal["mpi", "tcp"]
 """What a collective is timed beside: MPI itself, or the same bytes through TCP sockets."""
+RAW: dict[str, Raw] = {"mpi": "mpi", "gloo": "tcp"}
+"""Controller -> what Horovod runs on."""
 COPY_BYTES = 64 * 2**20
 
 
@@ -97,13 +99,11 @@ def time_collective(
 
     rank = init()
     hvd = load_horovod()
-    gather = functools.partial(hvd.allgather_object, name="bench_ports")
-    ring = Ring.connect(rank.rank, rank.size, gather) if raw == "tcp" else None
+    of_raw = raw_collectives(hvd, raw)
     found: dict[str, Any] = {"copies": _copies(rounds), "bytes": [], "horovod": [], "raw": []}
     for wanted in sizes:
         each = -(-wanted // (4 * rank.size))
-        beside = _of_mpi(name, each, rank.size) if ring is None else ring.calls(name, 4 * each)
-        timed = _timed(hvd, [_of_horovod(hvd, name, each), beside], rounds)
+        timed = _timed(hvd, [_of_horovod(hvd, name, each), of_raw(name, each)], rounds)
         found["bytes"].append(4 * each * rank.size)
         found["horovod"].append(timed[0])
         found["raw"].append(timed[1])
@@ -112,6 +112,18 @@ def time_collective(
 
 _Calls = Callable[[int], Any]
 """Calls a collective as many times as its argument says."""
+
+
+def raw_collectives(hvd: Any, raw: Raw) -> Callable[[str, int], _Calls]:
+    """Return a function that returns the calls of what Horovod runs on. A collective.
+
+    Its arguments are the name of a collective, and the number of float32 values of a rank's part, as in `_of_horovod`.
+    """
+    if raw == "mpi":
+        return functools.partial(_of_mpi, ranks=hvd.size())
+    gather = functools.partial(hvd.allgather_object, name="bench_ports")
+    ring = Ring.connect(hvd.rank(), hvd.size(), gather)
+    return lambda name, each: ring.calls(name, 4 * each)
 
 
 def _of_horovod(hvd: Any, name: str, each: int) -> _Calls:

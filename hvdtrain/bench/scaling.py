@@ -4,27 +4,30 @@ The speed of shared machines varies, so each pass measures all of them one after
 a pass, and the result is the median over the passes. Scaling is (examples per second of N ranks) / (N x examples per
 second of one plain process): 1 is perfect.
 
-Two bounds are measured, too. Cores share memory, so N independent plain processes at once do not reach 1 ("apart"). And
-synchronous training waits in each step for the slowest rank: if those processes had waited for each other, each step
-would have taken the longest of their times ("in step"). No synchronous training can be faster than that; any further
-loss is hvdtrain's.
+Three bounds are measured, too. Cores share memory, so N independent plain processes at once do not reach 1 ("apart").
+Synchronous training waits in each step for the slowest rank: if those processes had waited for each other, each step
+would have taken the longest of their times ("in step"). And the gradients have to be exchanged: "raw" is plain Keras on
+each rank, with one allreduce of as many bytes after each step, by MPI itself or, for Gloo, through TCP sockets without
+adding anything up. A core has nothing else to do meanwhile, so overlap cannot gain more than the time it waits.
 
-A process trains in one of four ways. `plain` is Keras alone, without Horovod in the process. `bare` only calls
-hvd.allreduce on each gradient. `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own training step. `trainer`
-is the Trainer's step with its data path.
+A process trains in one of several ways. `plain` is Keras alone, without Horovod in the process. `mpi` and `tcp` are
+"raw". `bare` only calls hvd.allreduce on each gradient. `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own
+training step. `trainer` is the Trainer's step with its data path.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
+from hvdtrain.bench.bandwidth import Raw, raw_collectives
 from hvdtrain.bench.measurement import Launch, at_once, report, run_measurement, take_core
 
 ROUNDS = 5
@@ -42,6 +45,7 @@ class Pass:
         plain: Rate of plain Keras on one core.
         apart: Rate of `size` independent plain processes at once, together.
         in_step: Rate of these processes if each step took as long as the slowest of them needed.
+        raw: Rate of all ranks together with the exchange of what Horovod runs on.
         ranks: Rate of all ranks together.
         size: Number of ranks.
     """
@@ -49,6 +53,7 @@ class Pass:
     plain: float
     apart: float
     in_step: float
+    raw: float
     ranks: float
     size: int
 
@@ -76,9 +81,9 @@ class Timing:
 
 
 def measure(
-    model: str, batch_size: int, way: str, passes: int, size: int, launch: Launch
+    model: str, batch_size: int, way: str, passes: int, size: int, raw: Raw, launch: Launch
 ) -> Iterator[Pass]:
-    """Yield the rates of each pass: one plain process, `size` plain processes at once, and `size` ranks.
+    """Yield the rates of each pass: one plain process, `size` plain processes at once, and `size` ranks, twice.
 
     Args:
         model: Name of a network in bench.networks.
@@ -86,6 +91,7 @@ def measure(
         way: "keras", "trainer" or "bare".
         passes: Number of passes.
         size: Number of ranks.
+        raw: What Horovod runs on.
         launch: See `measurement.Launch`.
 
     Raises:
@@ -106,6 +112,7 @@ def measure(
             plain=alone.rate,
             apart=sum(one.rate for one in apart),
             in_step=in_step(apart).rate,
+            raw=time_ranks(size, raw).rate,
             ranks=time_ranks(size, way).rate,
             size=size,
         )
@@ -126,7 +133,7 @@ def time_training(
     """Time a rank, or a plain process.
 
     Args:
-        way: "plain", "bare", "keras" or "trainer"; see the module.
+        way: "plain", "mpi", "tcp", "bare", "keras" or "trainer"; see the module.
         name: Name of a network in bench.networks.
         batch_size: Number of examples per rank.
         rounds: Number of timed rounds.
@@ -147,7 +154,7 @@ def _start(way: str, core: int) -> tuple[int, int]:
     """Start Horovod if `way` needs it, and pin this process to one core; return rank and size."""
     if way == "plain":
         rank, size, local_rank = 0, 1, core
-    elif way == "bare":
+    elif way in ("bare", *get_args(Raw)):
         import horovod.tensorflow as hvd
 
         hvd.init()
@@ -167,7 +174,7 @@ def training_step(
     """Return a function that trains one step and returns the loss.
 
     Args:
-        way: "plain", "bare", "keras" or "trainer"; see the module.
+        way: "plain", "mpi", "tcp", "bare", "keras" or "trainer"; see the module.
         name: Name of a network in bench.networks.
         batch_size: Number of examples per rank.
         rank: Rank of this process.
@@ -195,7 +202,26 @@ def training_step(
     model.compile(optimizer, loss(), jit_compile=False)
     model.make_train_function()
     batches = itertools.repeat((tf.constant(x), tf.constant(y)))
-    return lambda: float(model.train_function(batches)["loss"])
+
+    def step() -> float:
+        return float(model.train_function(batches)["loss"])
+
+    return _with_raw_exchange(step, model, cast(Raw, way)) if way in get_args(Raw) else step
+
+
+def _with_raw_exchange(step: Callable[[], float], model: Any, raw: Raw) -> Callable[[], float]:
+    """Return `step` with an exchange of as many bytes as the gradients have behind it."""
+    import horovod.tensorflow as hvd
+
+    values = sum(math.prod(variable.shape) for variable in model.trainable_variables)
+    exchange = raw_collectives(hvd, raw)("allreduce", -(-values // hvd.size()))
+
+    def both() -> float:
+        loss = step()
+        exchange(1)
+        return loss
+
+    return both
 
 
 def _bare(plain: type) -> type:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hvdtrain.bench.bandwidth import FACTORS, SIZES, Raw, Timing, measure_collectives
+from hvdtrain.bench.bandwidth import FACTORS, RAW, SIZES, Timing, measure_collectives
 from hvdtrain.bench.figures import Figure
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, medians
@@ -64,34 +64,35 @@ def scaling(
 ) -> None:  # fmt: skip
     """Throughput of N workers against plain Keras, each on one core.
 
-    For comparison it also measures what the machine allows: N independent Keras processes at once, and what these
-    would reach if each step waited for the slowest of them.
+    For comparison it also measures what the machine allows: N independent Keras processes at once, what these would
+    reach if each step waited for the slowest of them, and Keras processes that exchange as many bytes as the gradients
+    have after each step, by MPI itself or, for Gloo, through TCP sockets.
     """
     batch_size = batch_size or BATCH_SIZES[model]
     launch, chosen = launcher(controller)
     title = announce(f"{model}, batch {batch_size} per worker, {np} workers over {chosen}, {way}")
-    done: list[Pass] = []
-    for one in measure(model, batch_size, way, passes, np, launch):
-        done.append(one)
-        click.echo(
-            f"  plain Keras {one.plain:8,.0f} examples/s; {np} independent processes {one.apart:8,.0f}, in "
-            f"step {one.in_step:8,.0f}, workers {one.ranks:8,.0f}; scaling {one.scaling(one.ranks):.3f}"
-        )
-    median = statistics.median
-    reached = median(one.scaling(one.ranks) for one in done)
-    apart = median(one.scaling(one.apart) for one in done)
-    in_step = median(one.scaling(one.in_step) for one in done)
-    below = median(one.ranks / one.in_step for one in done)
-    click.echo(
-        f"medians of {passes}: scaling {reached:.3f}; independent processes {apart:.3f}, in step "
-        f"{in_step:.3f}; workers / in step {below:.3f}"
-    )
+    raw = RAW[chosen]
     names = {
         "plain": "plain Keras, one core", "apart": f"{np} independent processes",
-        "in_step": f"{np} processes in step", "ranks": f"{np} workers",
+        "in_step": f"{np} processes in step", "raw": f"{np} processes and raw {raw.upper()}",
+        "ranks": f"{np} workers",
     }  # fmt: skip
-    rates = (Figure(name, tuple(getattr(one, key) for one in done)) for key, name in names.items())
-    finish(context, title, "examples/s", rates)
+    done: list[Pass] = []
+    for one in measure(model, batch_size, way, passes, np, raw, launch):
+        done.append(one)
+        rates = (f"{name} {getattr(one, key):,.0f}" for key, name in names.items())
+        click.echo(f"  {', '.join(rates)}; scaling {one.scaling(one.ranks):.3f}")
+    click.echo(f"medians of {passes}, and of the workers' rate to each in the same pass:")
+    for key, name in names.items():
+        rate = statistics.median(getattr(one, key) for one in done)
+        ratio = statistics.median(one.ranks / getattr(one, key) for one in done)
+        click.echo(f"  {name:35} {rate:8,.0f} examples/s {ratio:6.3f}")
+    scaling = statistics.median(one.scaling(one.ranks) for one in done)
+    click.echo(f"scaling: {scaling:.3f} of perfect")
+    figures = (
+        Figure(name, tuple(getattr(one, key) for one in done)) for key, name in names.items()
+    )
+    finish(context, title, "examples/s", figures)
 
 
 @bench.command()
@@ -159,7 +160,7 @@ def collectives(
     """
     launch, chosen = launcher(controller)
     title = announce(f"{np} ranks over {chosen}, float32, medians of {passes}")
-    raw: Raw = "mpi" if chosen == "mpi" else "tcp"
+    raw = RAW[chosen]
     click.echo(line(("", "bytes", "ms", "algorithm", "bus", f"{raw.upper()} ms", "bus")))
     done = []
     for one in measure_collectives(names or list(FACTORS), sizes or SIZES, np, passes, raw, launch):

@@ -14,9 +14,10 @@ from hvdtrain.bench import bandwidth, scaling
 
 
 @pytest.mark.slow
-def test_scaling_by_the_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["trainer", "tcp"])
+def test_scaling_by(way: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    options = {"way": "trainer", "name": "mnist", "batch_size": 4, "rounds": 1}
+    options = {"way": way, "name": "mnist", "batch_size": 4, "rounds": 1}
     ran = launch([sys.executable, scaling.__file__, json.dumps(options), str(report)])
     assert ran.returncode == 0, ran.output
     found = json.loads(report.read_text())

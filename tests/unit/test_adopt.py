@@ -73,6 +73,20 @@ def test_a_rank_reads_the_users_files(users: Path, private: PrivateFolder) -> No
     assert Path("data/deep/table.csv").read_text() == "a,b\n"
 
 
+def test_a_rank_lists_files_in_the_users_order(
+    users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another file system; /dev/shm lists the newest file first."""
+    for number in np.random.default_rng(0).permutation(99):
+        (users / str(number)).touch()
+    if os.access("/dev/shm", os.W_OK):
+        monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
+    wanted = os.listdir()  # noqa: PTH208
+    init()
+    with private_folder(SECOND):
+        assert os.listdir() == wanted  # noqa: PTH208
+
+
 def opened(mode: str) -> None:
     with Path("log.txt").open(mode) as file:
         file.write("more")

@@ -16,5 +16,5 @@ def test_in_step_each_step_takes_the_slowest_process() -> None:
 
 
 def test_scaling_is_part_of_so_many_plain_processes() -> None:
-    one = Pass(plain=100, apart=190, in_step=180, ranks=171, size=2)
+    one = Pass(plain=100, apart=190, in_step=180, raw=175, ranks=171, size=2)
     assert one.scaling(one.ranks) == pytest.approx(0.855)
