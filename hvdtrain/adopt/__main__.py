@@ -51,14 +51,15 @@ def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _
     from hvdtrain.adopt.shared_steps import shared_steps
 
     with contextlib.ExitStack() as blocks:
-        folder = blocks.enter_context(private_folder(rank))
+        folder = blocks.enter_context(private_folder(rank, Path(script)))
+        script, *arguments = map(folder.own_path, [script, *arguments])
         if not rank.is_first:
             _become_silent()
         notes = Notes(rank, str(Path(script).absolute()), options.explain)
         notes.explain_start(
             f"{rank.size} workers run the whole of {script}",
             f"Python, NumPy and Keras begin with the seed {SEED} on all workers",
-            f"rank 0 works in {Path.cwd()}, each other worker in a private copy, made of links",
+            f"rank 0 works in {Path.cwd()}, each other worker in a private copy",
             "only rank 0's output is shown, and only rank 0 opens windows of matplotlib",
         )
         blocks.enter_context(done_once(notes.explain))

@@ -6,7 +6,9 @@ that a script reads and writes, a log, a table of results.
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,27 +30,40 @@ class _Copied:
 
 
 class FileCopies:
-    """The copies that a rank has, which are brought up to date until it writes them itself."""
+    """The copies that a rank has, which are brought up to date until it writes them itself.
 
-    def __init__(self) -> None:
+    Args:
+        root: The user's folder. Files of other file systems below it are not copied, as those of /proc may never end;
+            nor are hidden ones, which hold settings and credentials.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._device = root.stat().st_dev
         self._copied: dict[Path, _Copied] = {}
         self._room = ROOM
 
     def make(self, users: Path, own: Path) -> bool:
         """Copy the user's file to `own`, which does not exist, if it is small; return whether this was done."""
         try:
-            size = users.stat().st_size
-            if not users.is_file():
-                return False
-            if users.suffix not in _ALWAYS and size > min(LARGEST, self._room):
+            found = users.stat()
+            if not self._is_to_copy(users, found):
                 return False
             shutil.copy2(users, own)
         except OSError:
             own.unlink(missing_ok=True)
             return False
-        self._room -= size
+        self._room -= found.st_size
         self._copied[own] = _Copied(users, _version(users), _version(own))
         return True
+
+    def _is_to_copy(self, users: Path, found: os.stat_result) -> bool:
+        if not stat.S_ISREG(found.st_mode) or found.st_dev != self._device:
+            return False
+        if users.suffix in _ALWAYS:
+            return True
+        hidden = any(part.startswith(".") for part in users.relative_to(self._root).parts)
+        return not hidden and found.st_size <= min(LARGEST, self._room)
 
     def remove_outdated(self) -> None:
         """Remove the copies of files that are no longer what they were, except those that this rank has written."""

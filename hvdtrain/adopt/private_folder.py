@@ -2,8 +2,8 @@
 
 It holds the folders of the user's working folder again, copies of the small files, and links in place of the others.
 Names made, replaced or removed in it change nothing of the user's; a file that is opened for writing through its link
-becomes a copy first. So ranks that run the same script neither write the same file nor wait for each other. Paths
-outside of the working folder are the user's on all ranks.
+becomes a copy first. So ranks that run the same script neither write the same file nor wait for each other. The same
+goes for the script's folder. Other paths are the user's on all ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import contextlib
 import fcntl
 import functools
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,25 +42,34 @@ _WRITING = os.O_WRONLY | os.O_RDWR
 
 
 class PrivateFolder:
-    """The working folder of a rank.
+    """The folders in which a rank works.
 
     Args:
-        users: The user's working folder.
-        own: The folder in which this rank works instead; None for the first rank, which works in the user's.
+        places: The user's folder -> the one that this rank has instead; empty for the first rank, which works in the
+            user's.
+        first: Folders of the user's that this rank has even if there are more than MOST_ENTRIES.
     """
 
-    def __init__(self, users: Path, own: Path | None) -> None:
-        self._users = users
-        self._own = own
-        self._copies = FileCopies()
+    def __init__(self, places: Mapping[Path, Path], first: Iterable[Path] = ()) -> None:
+        self._places = places
+        self._first = tuple(first)
+        self._copies = {users: FileCopies(users) for users in places}
 
     def refresh(self) -> None:
         """Show what rank 0 has written so far: the checkpoints of a fit, for example. A collective."""
-        if self._own is not None:
-            self._copies.remove_outdated()
-            mirror(self._users, self._own, self._copies)
+        for users, own in self._places.items():
+            self._copies[users].remove_outdated()
+            mirror(users, own, self._copies[users], self._first)
         # Rank 0 waits, so that what it writes next is not among it.
         any_rank(False, "adopted_folder")
+
+    def own_path(self, text: str) -> str:
+        """Return a command-line argument with this rank's folder in place of the user's: `--out=/home/me/project/x`."""
+        for users, own in self._places.items():
+            prefix = str(users).rstrip("/")  # "" for the root folder
+            pattern = rf"(?<![\w.:/-]){re.escape(prefix)}(?=/{'|$' if prefix else ''})"
+            text = str(own).join(re.split(pattern, text))
+        return text
 
     def own_file(self, path: Any, truncated: bool) -> None:
         """Before `path` is opened for writing: put a file of this rank's own in place of a link to the user's.
@@ -68,11 +78,11 @@ class PrivateFolder:
             path: What is opened; anything but a link in this folder stays as it is.
             truncated: Whether its contents will be dropped.
         """
-        if self._own is None or not isinstance(path, str | bytes | os.PathLike):
+        if not self._places or not isinstance(path, str | bytes | os.PathLike):
             return
         name = Path(os.fsdecode(path))
         name = name.parent.resolve() / name.name
-        if self._own not in name.parents or not name.is_symlink():
+        if not name.is_symlink() or not any(own in name.parents for own in self._places.values()):
             return
         users = name.resolve()
         name.unlink()
@@ -84,27 +94,42 @@ class PrivateFolder:
 
 
 @contextlib.contextmanager
-def private_folder(rank: Rank) -> Iterator[PrivateFolder]:
+def private_folder(rank: Rank, script: Path | None = None) -> Iterator[PrivateFolder]:
     """Yield the folder of `rank`, in which this process works in this block, and remove it afterwards.
 
     A collective: every rank begins with the files that were there before.
+
+    Args:
+        rank: This rank.
+        script: What it runs. Scripts also write beside themselves, where that is outside of the working folder.
     """
-    users = Path.cwd()
     if rank.is_first:
-        folder = PrivateFolder(users, None)
+        folder = PrivateFolder({})
         folder.refresh()
         yield folder
         return
-    own, lock = _locked_folder()
-    folder = PrivateFolder(users, own)
+    users = Path.cwd()
+    first = {users, (script or users / "script").resolve().parent}
+    roots = sorted(one for one in first if first.isdisjoint(one.parents))
+    top, lock = _locked_folder()
+    # With the names of the user's folders, which a script may use.
+    places = {one: top / str(number) / one.name for number, one in enumerate(roots)}
+    folder = PrivateFolder(places, first)
     try:
+        for own in places.values():
+            own.parent.mkdir(exist_ok=True)
         folder.refresh()
-        os.chdir(own)
-        with _watching(folder), in_users_order(users, own):
+        here = folder.own_path(str(users))
+        os.chdir(here)
+        with contextlib.ExitStack() as blocks:
+            blocks.enter_context(mock.patch.dict(os.environ, PWD=here))
+            blocks.enter_context(_watching(folder))
+            for one, own in places.items():
+                blocks.enter_context(in_users_order(one, own))
             yield folder
     finally:
         os.chdir(users)
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(top, ignore_errors=True)
         os.close(lock)
 
 
@@ -127,14 +152,20 @@ def _locked_folder() -> tuple[Path, int]:
     return new.rename(place / new.name[1:]), lock
 
 
-def mirror(users: Path, own: Path, copies: FileCopies) -> None:
+def mirror(users: Path, own: Path, copies: FileCopies, first: Iterable[Path] = ()) -> None:
     """Make the folders below `users` below `own` too, with copies of or links to the files, unless something is there.
 
-    Breadth first, up to MOST_ENTRIES; a folder that has too many, or that this process may not list, becomes a link.
+    Breadth first, but with those on the way to `first` before the others, up to MOST_ENTRIES; a folder that has too
+    many, or that this process may not list, becomes a link.
     """
-    waiting, entries = deque([Path()]), 0
+    inside = [one.relative_to(users) for one in first if one.is_relative_to(users)]
+    waiting = deque([Path(), *(way for one in inside for way in (*reversed(one.parents), one))])
+    seen, entries = set[Path](), 0
     while waiting:
         folder = waiting.popleft()
+        if folder in seen:
+            continue
+        seen.add(folder)
         here, there = own / folder, users / folder
         if here.is_symlink() or (here.exists() and not here.is_dir()):
             continue
@@ -145,6 +176,8 @@ def mirror(users: Path, own: Path, copies: FileCopies) -> None:
         here.mkdir(exist_ok=True)
         entries += len(found or ())
         for entry in found or ():
+            if entry.name.startswith(_PREFIX):
+                continue  # Private folders, if they are made inside the user's.
             if entry.is_dir(follow_symlinks=False) and entry.name not in _LINKED:
                 waiting.append(folder / entry.name)
             elif not (

@@ -78,6 +78,13 @@ def test_no_rank_finds_what_another_has_just_written(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_files_beside_the_script_and_at_absolute_paths(folder: Path) -> None:
+    assert (
+        on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_beside") == [["once"] * 2] * 2
+    )
+
+
+@pytest.mark.slow
 def test_ranks_that_train_on_whole_batches_draw_the_same_numbers(folder: Path) -> None:
     """A Trainer has given each rank its own seeds before it refuses the loss."""
     first, second = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_whole")

@@ -200,12 +200,14 @@ def test_the_folder_of_a_rank_that_was_killed_is_removed(
     users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    init()
     (tmp_path / "hvdtrain-adopt-killed" / "data").mkdir(parents=True)
     with private_folder(SECOND):
-        first = Path.cwd()
+        first = Path.cwd().parent.parent
         os.chdir(users)
         with private_folder(Rank(2, 3, 2, 3)):
-            assert {*tmp_path.glob("*hvdtrain-adopt-*")} == {first, Path.cwd()}
+            second = Path.cwd().parent.parent
+            assert {*tmp_path.glob("*hvdtrain-adopt-*")} == {first, second}
     assert not [*tmp_path.glob("*hvdtrain-adopt-*")]
 
 
@@ -226,7 +228,7 @@ def test_a_folder_with_too_many_files_is_a_link(
         (users / name).parent.mkdir(parents=True, exist_ok=True)
         (users / name).touch()
     for _ in range(2):
-        mirror(users, own, FileCopies())
+        mirror(users, own, FileCopies(users))
         assert (own / "images").is_symlink() and not (own / "out").is_symlink()
         assert contents(own).keys() == {"log", "out/1"}
         assert (own / "images" / "1").is_file()

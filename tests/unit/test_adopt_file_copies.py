@@ -92,5 +92,9 @@ def test_what_cannot_be_copied_is_a_link(users: Path) -> None:
     os.mkfifo(users / "pipe")
     (users / "dangling").symlink_to("nowhere")
     (users / "folder").symlink_to(users.parent)
+    (users / "endless").symlink_to("/proc/kmsg")
+    (users / ".ssh").mkdir()
+    (users / ".ssh" / "id").write_text("secret")
     with private_folder(Rank(1, 2, 1, 2)):
-        assert all(Path(name).is_symlink() for name in ("pipe", "dangling", "folder"))
+        links = ("pipe", "dangling", "folder", "endless", ".ssh/id")
+        assert all(Path(name).is_symlink() for name in links)

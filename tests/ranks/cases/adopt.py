@@ -123,6 +123,31 @@ def case_slow_folder() -> bool:
     return bool(vars(sys.modules["__main__"])["was_there"])
 
 
+BESIDE = """
+import sys
+from pathlib import Path
+(Path(__file__).parent / "out").mkdir()
+for folder in (Path(__file__).parent / "out", Path(sys.argv[1])):
+    with open(folder / "log.txt", "a") as file:
+        file.write("once")
+"""
+
+
+def case_beside() -> list[str]:
+    """Return what a script has written beside itself, and to a folder of its arguments, from another folder."""
+    folder = Path(os.environ["FOLDER"], "beside")
+    if ALL_RANKS.rank() == 0:
+        for made in (folder / "src", folder / "here" / "deep"):
+            made.mkdir(parents=True)
+        (folder / "src" / "script.py").write_text(BESIDE)
+    any_rank(False, "script_is_there")
+    arguments = [str(folder / "here" / "deep")]
+    script = str(folder / "src" / "script.py")
+    run_beside(partial(run_adopted, script, arguments), folder / "here")
+    any_rank(False, "all_have_written")
+    return [path.read_text() for path in sorted(folder.rglob("log.txt"))]
+
+
 WHOLE = """
 import keras, numpy
 keras.utils.set_random_seed(1)
