@@ -6,7 +6,6 @@ that a script reads and writes, a log, a table of results.
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ LARGEST = 1 << 20
 """Bytes of the largest file that is copied."""
 ROOM = 64 << 20
 """Bytes of all copies of a rank."""
-_ALWAYS = {".index", ".pb"}
+MOST = 1000
+"""Number of copies; those nearest to the user's folder come first. More files are data, which scripts only read."""
+_ALWAYS = (".index", ".pb")
 """Suffixes of what TensorFlow writes anew in C++ and through links: a checkpoint's table of contents, a SavedModel."""
 
 _Version = tuple[int, int, int]
@@ -24,7 +25,7 @@ _Version = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Copied:
-    users: Path
+    users: str
     users_version: _Version | None
     own_version: _Version | None
 
@@ -38,32 +39,29 @@ class FileCopies:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._prefix = len(str(root).rstrip("/"))
         self._device = root.stat().st_dev
-        self._copied: dict[Path, _Copied] = {}
+        self._copied: dict[str, _Copied] = {}
         self._room = ROOM
 
-    def make(self, users: Path, own: Path) -> bool:
+    def make(self, users: str, own: str) -> bool:
         """Copy the user's file to `own`, which does not exist, if it is small; return whether this was done."""
+        always = users.endswith(_ALWAYS)
+        if not always and (len(self._copied) >= MOST or "/." in users[self._prefix :]):
+            return False
         try:
-            found = users.stat()
-            if not self._is_to_copy(users, found):
+            found = Path(users).stat()
+            if not stat.S_ISREG(found.st_mode) or found.st_dev != self._device:
+                return False
+            if not always and found.st_size > min(LARGEST, self._room):
                 return False
             shutil.copy2(users, own)
         except OSError:
-            own.unlink(missing_ok=True)
+            Path(own).unlink(missing_ok=True)
             return False
         self._room -= found.st_size
         self._copied[own] = _Copied(users, _version(users), _version(own))
         return True
-
-    def _is_to_copy(self, users: Path, found: os.stat_result) -> bool:
-        if not stat.S_ISREG(found.st_mode) or found.st_dev != self._device:
-            return False
-        if users.suffix in _ALWAYS:
-            return True
-        hidden = any(part.startswith(".") for part in users.relative_to(self._root).parts)
-        return not hidden and found.st_size <= min(LARGEST, self._room)
 
     def remove_outdated(self) -> None:
         """Remove the copies of files that are no longer what they were, except those that this rank has written."""
@@ -72,13 +70,13 @@ class FileCopies:
                 del self._copied[own]
             elif _version(copied.users) != copied.users_version:
                 del self._copied[own]
-                own.unlink()
+                Path(own).unlink()
 
 
-def _version(path: Path) -> _Version | None:
+def _version(path: str) -> _Version | None:
     """Return what differs after any write to a file; None if there is none."""
     try:
-        found = path.stat()
+        found = Path(path).stat()
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino

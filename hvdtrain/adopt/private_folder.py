@@ -33,7 +33,7 @@ from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.runtime import Rank
 
-MOST_ENTRIES = 20_000
+MOST_ENTRIES = 100_000
 """Files and folders below the working folder that a private one has; folders with more are links to the user's."""
 _PREFIX = "hvdtrain-adopt-"
 _LINKED = {".git", ".hvdtrain", ".venv", "__pycache__", "node_modules", "venv"}
@@ -180,11 +180,14 @@ def mirror(users: Path, own: Path, copies: FileCopies, first: Iterable[Path] = (
                 continue  # Private folders, if they are made inside the user's.
             if entry.is_dir(follow_symlinks=False) and entry.name not in _LINKED:
                 waiting.append(folder / entry.name)
-            elif not (
-                os.path.lexists(here / entry.name)
-                or copies.make(Path(entry.path), here / entry.name)
-            ):
-                (here / entry.name).symlink_to(entry.path)
+            else:
+                _show(entry.path, f"{here}/{entry.name}", copies)
+
+
+def _show(users: str, own: str, copies: FileCopies) -> None:
+    """Make a copy of the user's file or a link to it, unless something is there."""
+    if not os.path.lexists(own) and not copies.make(users, own):
+        Path(own).symlink_to(users)
 
 
 def _listed(folder: Path) -> list[os.DirEntry[str]] | None:
@@ -205,6 +208,8 @@ def _watching(folder: PrivateFolder) -> Iterator[None]:
             path, _, flags = arguments
             if flags is not None and flags & _WRITING and not flags & os.O_EXCL:
                 folder.own_file(path, bool(flags & os.O_TRUNC))
+        elif event in ("os.truncate", "sqlite3.connect") and watched:
+            folder.own_file(arguments[0], truncated=False)
 
     sys.addaudithook(opened)  # Hears Python's own functions, and stays until the process ends.
     prepare_saving()  # Which makes them follow a link before they write; those below come before it.

@@ -80,12 +80,17 @@ def test_large_files_are_links(users: Path, private: PrivateFolder) -> None:
     assert Path("large.bin").is_symlink() and not Path("runs.txt").is_symlink()
 
 
-def test_the_copies_have_an_end(users: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.adopt.file_copies.ROOM", 250)
+@pytest.mark.parametrize(("limit", "value"), [("ROOM", 250), ("MOST", 4)])
+def test_the_copies_have_an_end(
+    users: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    """Beside runs.txt, two of three."""
+    (users / "d").touch()
+    monkeypatch.setattr(f"hvdtrain.adopt.file_copies.{limit}", value)
     for name in "abc":
         (users / name).write_bytes(bytes(100))
     with private_folder(Rank(1, 2, 1, 2)):
-        assert sum(Path(name).is_symlink() for name in "abc") == 1
+        assert sum(Path(name).is_symlink() for name in ("a", "b", "c", "d", "runs.txt")) == 1
 
 
 def test_what_cannot_be_copied_is_a_link(users: Path) -> None:
