@@ -22,9 +22,6 @@ from hvdtrain.adopt.same_seeds import same_seeds
 from hvdtrain.cli.command_table import main
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.rank_program import program_given, rank_command
-from hvdtrain.runtime import Rank
-
-SECOND = Rank(1, 2, 1, 2)
 
 
 def silent(what: str, how: str) -> None: ...
