@@ -70,6 +70,7 @@ def run_measurement(
     script: Path,
     options: Mapping[str, object],
     environment: Mapping[str, str] | None = None,
+    limit: float = TIMEOUT_SECONDS,
 ) -> dict[str, Any]:
     """Run `script` on ranks of one thread each, and return its report.
 
@@ -79,19 +80,20 @@ def run_measurement(
         script: Path of the script, which calls `report`.
         options: Keyword arguments of the function that the script passes to `report`.
         environment: Variables to set besides those of this process.
+        limit: Seconds after which the measurement is ended.
 
     Raises:
-        EngineError: If the script failed, wrote no report, or took longer than TIMEOUT_SECONDS.
+        EngineError: If the script failed, wrote no report, or took longer than `limit`.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         file = Path(folder, "report.json")
         command = launch(np, script, (json.dumps(options), str(file)))
         environ = {**os.environ, **ONE_THREAD, **(environment or {})}
-        done = run(command, limit=TIMEOUT_SECONDS, environ=environ)
+        done = run(command, limit=limit, environ=environ)
         assert done is not None, "this Python has gone"
         if done.returncode is None:
             raise EngineError(
-                f"The measurement took longer than {TIMEOUT_SECONDS} s: {' '.join(command)}"
+                f"The measurement took longer than {limit:.0f} s: {' '.join(command)}"
             )
         if done.returncode or not file.exists():
             raise EngineError(

@@ -27,6 +27,8 @@ GOALS = {"digits": 0.97, "text": 0.5}
 EPOCHS = {"digits": 22, "text": 352}
 """Name of a task -> number of steps in an epoch."""
 MOST_EPOCHS = 60
+LIMIT_SECONDS = 3600
+"""Time that one training may take: the text takes 20 minutes over 10 Mbit/s."""
 WINDOW = 16
 """Number of characters that the next one is predicted from."""
 
@@ -89,7 +91,8 @@ def measure_slow_link(
     """
     for way in ways:
         options = {"task": task, "way": way, "every": every, "goal": goal}
-        yield SlowTraining(way, **run_measurement(launch, ranks, Path(__file__), options))
+        found = run_measurement(launch, ranks, Path(__file__), options, limit=LIMIT_SECONDS)
+        yield SlowTraining(way, **found)
 
 
 def digits() -> Task:
