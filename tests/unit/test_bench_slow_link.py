@@ -15,7 +15,9 @@ from hvdtrain.cli.bench import bench
 def test_each_way_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def run(launch: Any, ranks: int, script: Path, options: dict[str, Any]) -> dict[str, Any]:
+    def run(
+        launch: Any, ranks: int, script: Path, options: dict[str, Any], limit: float
+    ) -> dict[str, Any]:
         started.append((ranks, options, launch(ranks, script, ())))
         fewer = 1 + len(started)
         return {"steps": 100, "seconds": 60 / fewer, "bytes": 6000 // fewer, "accuracy": 0.975}
