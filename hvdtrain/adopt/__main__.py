@@ -70,7 +70,13 @@ def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _
         sys.argv = [script, *arguments]
         if not is_path_safe():
             sys.path[0:0] = [str(Path(script).absolute().parent)]
-        run_script(script)
+        try:
+            run_script(script)
+        except SystemExit as ended:
+            if not ended.code:
+                fits.way.end()
+            raise
+        fits.way.end()
 
 
 def _become_silent() -> None:

@@ -31,7 +31,8 @@ from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import NOT_GROWN, WHOLE, Notes
 from hvdtrain.adopt.private_folder import PrivateFolder
-from hvdtrain.adopt.shared_predictions import predict_together
+from hvdtrain.adopt.same_way import SameWay
+from hvdtrain.adopt.shared_predictions import own_rows, predict_together
 from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
@@ -100,12 +101,14 @@ class AdoptedFits:
     Attributes:
         running: Whether a fit or an evaluation is running; one inside it, from a callback, is Keras's own, as not all
             ranks may run the callback.
+        way: Whether the ranks make the same calls.
     """
 
     def __init__(
         self, rank: Rank, notes: Notes, folder: PrivateFolder, seed: ScriptsSeed, growth: Growth
     ) -> None:
         self.running = False
+        self.way = SameWay(notes)
         self._growth = growth
         self._seed = seed
         self._rank = rank
@@ -128,6 +131,9 @@ class AdoptedFits:
         seed = next(self._fits)
         with self._alone():
             before = _Before(model)
+            if not self.way.joins("fit"):
+                before.restore()
+                return original(model, *args, **kwargs)
             adopted = vars(model).get(_NAME)
             try:
                 if adopted is not None and adopted.reason:
@@ -171,15 +177,17 @@ class AdoptedFits:
         def shared() -> Any:
             if given["callbacks"]:
                 raise UsageError("callbacks see all of its batches")
-            return predict_together(
-                lambda rows: original(model, **named | {"x": rows}),
-                model,
-                given["x"],
-                given["batch_size"] or KERAS_DEFAULT,
-                self._rank,
-            )
+            x = given["x"]
+            rows = own_rows(model, x, given["batch_size"] or KERAS_DEFAULT, self._rank)
+            self._join("predict")
+            return predict_together(lambda: original(model, **named | {"x": rows}), model, x)
 
         return self._together("predict", shared, lambda: original(model, *args, **kwargs))
+
+    def _join(self, what: str) -> None:
+        """Raise UsageError if not all ranks make this call. A collective."""
+        if not self.way.joins(what):
+            raise UsageError("rank 0 is alone")
 
     def _together(self, what: str, shared: Callable[[], Any], whole: Callable[[], Any]) -> Any:
         """Return the result of `shared`; that of `whole`, on each rank alike, if it cannot be shared."""
@@ -212,6 +220,7 @@ class AdoptedFits:
         cause = "what callbacks see" if callbacks else depends_on_batches(model)
         if found.batch != adopted.batch and cause:
             raise UsageError(f"{cause} may depend on the size of the batches")
+        self._join("evaluate")
         names = ("verbose", "callbacks", "return_dict")
         return adopted.trainer.evaluate(found.data, **{name: given[name] for name in names})
 

@@ -40,7 +40,11 @@ class Notes:
 
     def tell(self, what: str, how: str) -> None:
         """Print `how` the workers do `what`, a call in the script, unless it was printed for this line before."""
-        self._print(f"{what} at {self._line()}: {how}")
+        self._print(f"{self.place(what)}: {how}")
+
+    def place(self, what: str) -> str:
+        """Return where the script makes a call, such as "fit at train.py:12"."""
+        return f"{what} at {self._line()}"
 
     def explain(self, what: str, how: str) -> None:
         """Print the same if everything is to be told."""

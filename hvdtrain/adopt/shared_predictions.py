@@ -26,31 +26,24 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.runtime import Rank
 
 
-def predict_together(
-    predict: Callable[[Any], Any], model: keras.Model, x: Any, batch_size: int, rank: Rank
-) -> Any:
-    """Return what `predict` returns for `x`, of which each rank computes a part. A collective.
+def predict_together(predict: Callable[[], Any], model: keras.Model, x: Any) -> Any:
+    """Return what Keras predicts for `x`, of which each rank computes a part. A collective.
 
     Args:
-        predict: Keras's predict of the model, given x.
+        predict: Returns Keras's prediction for this rank's part.
         model: A model, with the same state on all ranks.
         x: Inputs, in any structure.
-        batch_size: Number of examples in a batch.
-        rank: This process's place in the job.
 
     Raises:
         UsageError: On all ranks: the prediction cannot be shared, or a rank has failed. The model is as before.
     """
-    rows = _own_rows(x, batch_size, rank)
-    if overridden(model, "predict", "predict_step", "make_predict_function"):
-        raise UsageError("the model has its own way to predict")
     state = _state(model)
     before = [variable.numpy() for variable in state]
     result, problem = None, ""
     try:
-        result = predict(rows)
+        result = predict()
     except Exception as error:  # Whatever it is: plain Keras is to raise it on all ranks.
-        problem = f"{type(error).__name__} on rank {rank.rank}"
+        problem = f"{type(error).__name__} on rank {ALL_RANKS.rank()}"
     after = [variable.numpy() for variable in state]
     if not all(map(np.array_equal, before, after)):
         problem = "the model changes its state"
@@ -69,8 +62,20 @@ def predict_together(
     return keras.tree.pack_sequence_as(result, joined)
 
 
-def _own_rows(x: Any, batch_size: int, rank: Rank) -> Any:
-    """Return this rank's rows of `x`: whole batches, but for the last one. Raises UsageError, on all ranks alike."""
+def own_rows(model: keras.Model, x: Any, batch_size: int, rank: Rank) -> Any:
+    """Return this rank's rows of `x`: whole batches, but for the last one.
+
+    Args:
+        model: A model, with the same state on all ranks.
+        x: Inputs, in any structure.
+        batch_size: Number of examples in a batch.
+        rank: This process's place in the job.
+
+    Raises:
+        UsageError: On all ranks alike: they cannot be divided.
+    """
+    if overridden(model, "predict", "predict_step", "make_predict_function"):
+        raise UsageError("the model has its own way to predict")
     leaves = keras.tree.flatten(x)
     if not all(isinstance(leaf, np.ndarray | tf.Tensor) and leaf.shape for leaf in leaves):
         raise UsageError("the data is not in arrays")

@@ -110,7 +110,9 @@ class SharedSteps:
         return original(optimizer, grads, *args, **kwargs)
 
     def _may_be_a_step(self, function: Function) -> bool:
-        if self._fits.running or self._calling is not None or not tf.executing_eagerly():
+        if self._fits.way.parted or not tf.executing_eagerly():
+            return False
+        if self._fits.running or self._calling is not None:
             return False
         if tf.config.functions_run_eagerly():
             return False
@@ -146,6 +148,8 @@ class SharedSteps:
         step.calls += 1
         args, kwargs = arguments.structure
         if step.calls & (step.calls - 1) == 0:
+            if not self._fits.way.joins("the training step"):
+                return original(function, *args, **kwargs)
             was_shared = step.shared is not None
             try:
                 step.trace(function, self._during, arguments, self._rank)

@@ -93,6 +93,18 @@ def test_ranks_that_train_on_whole_batches_draw_the_same_numbers(folder: Path) -
 
 
 @pytest.mark.slow
+def test_where_the_ranks_take_different_ways_rank_0_goes_on_as_one_process(folder: Path) -> None:
+    first, second = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_parted")
+    assert second == {}
+    assert {name: apart for name, (apart, _) in first.items() if not apart < ROUNDING} == {}
+    told = {name: " ".join(lines) for name, (_, lines) in first.items()}
+    assert "goes on alone, with the result of one process, as not all workers" in told["fewer"]
+    assert "rank 1 is at the end of the script" in told["fewer"]
+    assert "rank 1 is at evaluate at other.py:9" in told["other"]
+    assert "alone" not in told["more"], "it had come to the end"
+
+
+@pytest.mark.slow
 def test_batches_and_learning_rates_grow(folder: Path) -> None:
     """Beside plain Keras with the batch of both workers."""
     first, second = on_ranks("adopt", np=2, env={"FOLDER": str(folder)}).of("case_grown")

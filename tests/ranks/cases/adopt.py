@@ -162,11 +162,51 @@ model.fit(x, abs(x[:, :2]), batch_size=8, epochs=2, callbacks=[note])
 
 def case_whole() -> list[Any]:
     """Return what this rank has after each epoch of a fit that every rank trains on whole batches."""
-    script = Path(os.environ["FOLDER"], f"whole-{ALL_RANKS.rank()}.py")
-    script.write_text(WHOLE)
+    script = _written("whole.py", WHOLE)
     run_beside(partial(run_adopted, str(script), []), script.parent)
     seen: list[Any] = vars(sys.modules["__main__"])["seen"]
     return seen
+
+
+def _written(name: str, text: str) -> Path:
+    """Return the path of a script that rank 0 writes."""
+    script = Path(os.environ["FOLDER"], name)
+    if ALL_RANKS.rank() == 0:
+        script.write_text(text)
+    any_rank(False, "script_is_there")
+    return script
+
+
+PARTED = """
+import keras, numpy
+keras.utils.set_random_seed(1)
+x = numpy.random.normal(size=(16, 4)).astype("float32")
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.Adam(0.1), "mse")
+for _ in range({fits}):  # As a loop until some time is up.
+    model.fit(x, x[:, :1] ** 2, batch_size=8, verbose=0)
+if {evaluates}:
+    model.evaluate(x, x[:, :1] ** 2, verbose=0)
+"""
+
+
+def case_parted() -> dict[str, Any]:
+    """Return how far rank 0's weights are from those of one process after loops of different length, and what it told.
+
+    The second rank reaches the end of the script first, or last, or comes to another call.
+    """
+    rank, found = ALL_RANKS.rank(), {}
+    own = Path(os.environ["FOLDER"], f"rank {rank}")
+    own.mkdir()
+    for name, fits, evaluates in (("fewer", "53", 0), ("more", "35", 0), ("other", "43", 1)):
+        script = own / f"{name}.py"
+        script.write_text(PARTED.format(fits=fits[rank], evaluates=evaluates))
+        weights, told = run_beside(partial(run_adopted, str(script), []), own)
+        any_rank(False, "parted")
+        firsts = own.with_name("rank 0") / script.name
+        one = reference(partial(_one_process, firsts), name=name, any_size=True)
+        found[name] = [one.apart(weights, "weights", "relative"), told]
+    return found if rank == 0 else {}
 
 
 GROWN = """

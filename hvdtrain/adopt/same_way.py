@@ -1,0 +1,57 @@
+"""Finds out whether all ranks still make the same calls of a script.
+
+They do, unless the script asks for the time, or for random numbers of the system: a loop that trains for ten minutes
+may call `fit` once more on one rank. Where ranks part, rank 0 goes on alone, as one process would, and the others end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from hvdtrain.adopt.notes import Notes
+from hvdtrain.collectives.communicator import ALL_RANKS
+
+END = "the end of the script"
+
+
+class SameWay:
+    """The calls so far.
+
+    Args:
+        notes: Messages to the user.
+
+    Attributes:
+        parted: Whether this rank goes on alone.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self.parted = False
+
+    def joins(self, what: str) -> bool:
+        """Return whether all ranks make this call from the same line of the script. A collective.
+
+        Raises:
+            SystemExit: They do not, and this rank is not the first.
+        """
+        if self.parted or self._notes.rank.size == 1:
+            return not self.parted
+        calls = ALL_RANKS.exchange(what if what == END else self._notes.place(what), "adopted_call")
+        rank = next((number for number, call in enumerate(calls) if call != calls[0]), 0)
+        self.parted = rank > 0
+        if not self.parted:
+            return True
+        if not self._notes.rank.is_first:
+            raise SystemExit(0)
+        if what != END:
+            self._notes.tell(
+                what,
+                "rank 0 goes on alone, with the result of one process, as not all workers come here: rank "
+                f"{rank} is at {calls[rank]}. Does the script ask for the time, or for numbers without a seed?",
+            )
+        return False
+
+    def end(self) -> None:
+        """Let ranks that go on know that this one has reached the end of the script. A collective."""
+        with contextlib.suppress(SystemExit):
+            self.joins(END)
