@@ -186,7 +186,7 @@ model.compile(keras.optimizers.Adam(0.1), "mse")
 for _ in range({fits}):  # As a loop until some time is up.
     model.fit(x, x[:, :1] ** 2, batch_size=8, verbose=0)
 if {evaluates}:
-    model.evaluate(x, x[:, :1] ** 2, verbose=0)
+    model.evaluate(x, x[:, :1] ** 2, batch_size=8, verbose=0)
 """
 
 
