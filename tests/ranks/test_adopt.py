@@ -100,7 +100,7 @@ def test_where_the_ranks_take_different_ways_rank_0_goes_on_as_one_process(folde
     told = {name: " ".join(lines) for name, (_, lines) in first.items()}
     assert "goes on alone, with the result of one process, as not all workers" in told["fewer"]
     assert "rank 1 is at the end of the script" in told["fewer"]
-    assert "rank 1 is at evaluate at other.py:9" in told["other"]
+    assert "rank 1 is at evaluate at other.py:10" in told["other"]
     assert "alone" not in told["more"], "it had come to the end"
 
 
