@@ -7,9 +7,12 @@ may call `fit` once more on one rank. Where ranks part, rank 0 goes on alone, as
 from __future__ import annotations
 
 import contextlib
+import zlib
+
+import numpy as np
 
 from hvdtrain.adopt.notes import Notes
-from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.communicator import ALL_RANKS, Max
 
 END = "the end of the script"
 
@@ -36,14 +39,17 @@ class SameWay:
         """
         if self.parted or self._notes.rank.size == 1:
             return not self.parted
-        calls = ALL_RANKS.exchange(what if what == END else self._notes.place(what), "adopted_call")
-        rank = next((number for number, call in enumerate(calls) if call != calls[0]), 0)
-        self.parted = rank > 0
-        if not self.parted:
+        call = what if what == END else self._notes.place(what)
+        code = zlib.crc32(call.encode())
+        most, least = ALL_RANKS.allreduce(np.array([code, -code]), "adopted_call", Max).numpy()
+        if most == -least:
             return True
+        self.parted = True
+        calls = ALL_RANKS.exchange(call, "adopted_calls")
         if not self._notes.rank.is_first:
             raise SystemExit(0)
         if what != END:
+            rank = next(number for number, other in enumerate(calls) if other != call)
             self._notes.tell(
                 what,
                 "rank 0 goes on alone, with the result of one process, as not all workers come here: rank "

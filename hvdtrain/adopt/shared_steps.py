@@ -147,9 +147,10 @@ class SharedSteps:
     ) -> Any:
         step.calls += 1
         args, kwargs = arguments.structure
-        if step.calls & (step.calls - 1) == 0:
-            if not self._fits.way.joins("the training step"):
-                return original(function, *args, **kwargs)
+        tries = step.calls & (step.calls - 1) == 0
+        if not (tries or step.shared) or not self._fits.way.joins("the training step"):
+            return original(function, *args, **kwargs)
+        if tries:
             was_shared = step.shared is not None
             try:
                 step.trace(function, self._during, arguments, self._rank)
@@ -172,8 +173,7 @@ class SharedSteps:
                     "what it keeps or returns has not changed yet, so its rule is not known"
                 )
             return result
-        if step.shared is None:
-            return original(function, *args, **kwargs)
+        assert step.shared is not None
         share, named = arguments.share(self._rank)
         return step.shared(*share, **named)
 

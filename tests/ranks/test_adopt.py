@@ -101,6 +101,7 @@ def test_where_the_ranks_take_different_ways_rank_0_goes_on_as_one_process(folde
     assert "goes on alone, with the result of one process, as not all workers" in told["fewer"]
     assert "rank 1 is at the end of the script" in told["fewer"]
     assert "rank 1 is at evaluate at other.py:10" in told["other"]
+    assert "share each batch of 16" in told["loop"] and "goes on alone" in told["loop"]
     assert "alone" not in told["more"], "it had come to the end"
 
 

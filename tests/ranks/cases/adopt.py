@@ -190,6 +190,23 @@ if {evaluates}:
 """
 
 
+PARTED_LOOP = """
+import keras, numpy, tensorflow as tf
+keras.utils.set_random_seed(1)
+x = tf.constant(numpy.random.normal(size=(16, 4)).astype("float32"))
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+optimizer = keras.optimizers.Adam(0.1)
+@tf.function
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = keras.losses.MeanSquaredError()(y, model(x))
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return loss
+for _ in range({fits}):
+    step(x, x[:, :1] ** 2)
+"""
+
+
 def case_parted() -> dict[str, Any]:
     """Return how far rank 0's weights are from those of one process after loops of different length, and what it told.
 
@@ -198,9 +215,14 @@ def case_parted() -> dict[str, Any]:
     rank, found = ALL_RANKS.rank(), {}
     own = Path(os.environ["FOLDER"], f"rank {rank}")
     own.mkdir()
-    for name, fits, evaluates in (("fewer", "53", 0), ("more", "35", 0), ("other", "43", 1)):
+    for name, text, fits, evaluates in (
+        ("fewer", PARTED, (5, 3), 0),
+        ("more", PARTED, (3, 5), 0),
+        ("other", PARTED, (4, 3), 1),
+        ("loop", PARTED_LOOP, (30, 20), 0),
+    ):
         script = own / f"{name}.py"
-        script.write_text(PARTED.format(fits=fits[rank], evaluates=evaluates))
+        script.write_text(text.format(fits=fits[rank], evaluates=evaluates))
         weights, told = run_beside(partial(run_adopted, str(script), []), own)
         any_rank(False, "parted")
         firsts = own.with_name("rank 0") / script.name
