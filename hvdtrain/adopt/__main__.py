@@ -48,6 +48,7 @@ def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _
     from hvdtrain.adopt.private_folder import private_folder
     from hvdtrain.adopt.random_maps import random_maps_in_order
     from hvdtrain.adopt.same_seeds import same_seeds
+    from hvdtrain.adopt.same_way import SameWay
     from hvdtrain.adopt.shared_steps import shared_steps
 
     with contextlib.ExitStack() as blocks:
@@ -62,10 +63,11 @@ def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _
             f"rank 0 works in {Path.cwd()}, each other worker in a private copy",
             "only rank 0's output is shown, and only rank 0 opens windows of matplotlib",
         )
-        blocks.enter_context(done_once(notes.explain))
+        way = SameWay(notes)
+        blocks.enter_context(done_once(notes.explain, way))
         blocks.enter_context(same_seeds(SEED, notes.explain))
         blocks.enter_context(random_maps_in_order(notes.explain))
-        fits = blocks.enter_context(adopted_fits(rank, notes, folder, Growth(options)))
+        fits = blocks.enter_context(adopted_fits(rank, notes, folder, way, Growth(options)))
         blocks.enter_context(shared_steps(notes, fits, Path(script).absolute().parent))
         sys.argv = [script, *arguments]
         if not is_path_safe():
@@ -74,9 +76,9 @@ def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _
             run_script(script)
         except SystemExit as ended:
             if not ended.code:
-                fits.way.end()
+                way.end()
             raise
-        fits.way.end()
+        way.end()
 
 
 def _become_silent() -> None:

@@ -95,20 +95,26 @@ class AdoptedFits:
         rank: This process's place in the job.
         notes: Messages to the user.
         folder: The folder that this rank works in.
+        way: Whether the ranks make the same calls.
         seed: Whether the script has set a seed.
         growth: How the ranks grow the batches of the script.
 
     Attributes:
         running: Whether a fit or an evaluation is running; one inside it, from a callback, is Keras's own, as not all
             ranks may run the callback.
-        way: Whether the ranks make the same calls.
     """
 
     def __init__(
-        self, rank: Rank, notes: Notes, folder: PrivateFolder, seed: ScriptsSeed, growth: Growth
+        self,
+        rank: Rank,
+        notes: Notes,
+        folder: PrivateFolder,
+        way: SameWay,
+        seed: ScriptsSeed,
+        growth: Growth,
     ) -> None:
         self.running = False
-        self.way = SameWay(notes)
+        self.way = way
         self._growth = growth
         self._seed = seed
         self._rank = rank
@@ -364,12 +370,16 @@ def as_inputs(x: Any) -> Any:
 
 @contextlib.contextmanager
 def adopted_fits(
-    rank: Rank, notes: Notes, folder: PrivateFolder, growth: Growth | None = None
+    rank: Rank,
+    notes: Notes,
+    folder: PrivateFolder,
+    way: SameWay,
+    growth: Growth | None = None,
 ) -> Iterator[AdoptedFits]:
     """Lead the fits, evaluations and predictions of this block to Trainers."""
     prepare_fit()  # Before fit is replaced here: it would show a Trainer callbacks of its own.
     seed = ScriptsSeed()
-    fits = AdoptedFits(rank, notes, folder, seed, growth or Growth(AdoptOptions()))
+    fits = AdoptedFits(rank, notes, folder, way, seed, growth or Growth(AdoptOptions()))
     with (
         seed.watched(),
         led(keras.Model, "fit", fits.fit),

@@ -13,31 +13,37 @@ from unittest import mock
 import keras
 
 from hvdtrain.adopt.notes import Tell
+from hvdtrain.adopt.same_way import SameWay
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.first_rank import first_rank_first
 
 
 @contextlib.contextmanager
-def done_once(tell: Tell) -> Iterator[None]:
+def done_once(tell: Tell, way: SameWay) -> Iterator[None]:
     """In this block, rank 0 downloads a file of `keras.utils.get_file` before the others look for it, and only it reads
     `input()`.
 
     Args:
         tell: Told of each.
+        way: Whether the ranks make the same calls.
     """
     download = cast("Callable[..., Any]", keras.utils.get_file)
     with contextlib.ExitStack() as blocks:
         for module in list(sys.modules.values()):  # Those of keras.datasets hold it under its name.
             if getattr(module, "__dict__", {}).get("get_file") is download:
-                first = mock.patch.object(module, "get_file", _on_rank_0_first(download, tell))
+                first = mock.patch.object(module, "get_file", _on_rank_0_first(download, tell, way))
                 blocks.enter_context(first)
-        blocks.enter_context(mock.patch.object(builtins, "input", _read_by_rank_0(input, tell)))
+        blocks.enter_context(
+            mock.patch.object(builtins, "input", _read_by_rank_0(input, tell, way))
+        )
         yield
 
 
-def _on_rank_0_first(download: Callable[..., Any], tell: Tell) -> Callable[..., Any]:
+def _on_rank_0_first(download: Callable[..., Any], tell: Tell, way: SameWay) -> Callable[..., Any]:
     @functools.wraps(download)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not way.joins("get_file"):
+            return download(*args, **kwargs)
         tell("get_file", "rank 0 downloads the file, before the others look for it")
         with first_rank_first():
             return download(*args, **kwargs)
@@ -45,8 +51,10 @@ def _on_rank_0_first(download: Callable[..., Any], tell: Tell) -> Callable[..., 
     return call
 
 
-def _read_by_rank_0(read: Callable[[Any], str], tell: Tell) -> Callable[[Any], str]:
+def _read_by_rank_0(read: Callable[[Any], str], tell: Tell, way: SameWay) -> Callable[[Any], str]:
     def call(prompt: Any = "", /) -> str:
+        if not way.joins("input"):
+            return read(prompt)
         tell("input", "rank 0 reads the line for all workers")
         with first_rank_first():
             line = read(prompt) if ALL_RANKS.rank() == 0 else ""

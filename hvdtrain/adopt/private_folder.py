@@ -48,11 +48,18 @@ class PrivateFolder:
         places: The user's folder -> the one that this rank has instead; empty for the first rank, which works in the
             user's.
         first: Folders of the user's that this rank has even if there are more than MOST_ENTRIES.
+        links: Another path of a user's folder -> that folder.
     """
 
-    def __init__(self, places: Mapping[Path, Path], first: Iterable[Path] = ()) -> None:
+    def __init__(
+        self,
+        places: Mapping[Path, Path],
+        first: Iterable[Path] = (),
+        links: Mapping[Path, Path] | None = None,
+    ) -> None:
         self._places = places
         self._first = tuple(first)
+        self._links = links or {}
         self._copies = {users: FileCopies(users) for users in places}
 
     def refresh(self) -> None:
@@ -65,7 +72,7 @@ class PrivateFolder:
 
     def own_path(self, text: str) -> str:
         """Return a command-line argument with this rank's folder in place of the user's: `--out=/home/me/project/x`."""
-        for users, own in self._places.items():
+        for users, own in [*self._links.items(), *self._places.items()]:
             prefix = str(users).rstrip("/")  # "" for the root folder
             pattern = rf"(?<![\w.:/-]){re.escape(prefix)}(?=/{'|$' if prefix else ''})"
             text = str(own).join(re.split(pattern, text))
@@ -114,7 +121,10 @@ def private_folder(rank: Rank, script: Path | None = None) -> Iterator[PrivateFo
     top, lock = _locked_folder()
     # With the names of the user's folders, which a script may use.
     places = {one: top / str(number) / one.name for number, one in enumerate(roots)}
-    folder = PrivateFolder(places, first)
+    # The shell's name of the working folder, which may have links in it.
+    shells = Path(os.environ.get("PWD", users))
+    links = {shells: users} if shells.resolve() == users else {}
+    folder = PrivateFolder(places, first, links)
     try:
         for own in places.values():
             own.parent.mkdir(exist_ok=True)

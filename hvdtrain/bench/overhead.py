@@ -107,10 +107,12 @@ def adopted_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
     from hvdtrain.adopt.fits import adopted_fits
     from hvdtrain.adopt.notes import Notes
     from hvdtrain.adopt.private_folder import private_folder
+    from hvdtrain.adopt.same_way import SameWay
     from hvdtrain.bench.networks import MODELS, examples, loss
 
     model = MODELS[name]()
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss(), jit_compile=False)
+    notes = Notes(me, "")
 
     def seconds(steps: int) -> float:
         size = batch_size * me.size
@@ -121,7 +123,7 @@ def adopted_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
             tempfile.TemporaryDirectory() as empty,
             contextlib.chdir(empty),
             private_folder(me) as folder,
-            adopted_fits(me, Notes(me, ""), folder),
+            adopted_fits(me, notes, folder, SameWay(notes)),
         ):
             return seconds_of_step(model.fit, given, steps)
 

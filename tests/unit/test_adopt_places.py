@@ -67,6 +67,17 @@ def test_arguments_name_the_ranks_folder(project: Path, text: str) -> None:
     assert folder.own_path(text.format(project)) == text.format("/own")
 
 
+def test_a_link_to_the_working_folder_is_the_ranks_folder(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = project.parent / "link"
+    link.symlink_to(project)
+    monkeypatch.setenv("PWD", str(link))
+    with private_folder(SECOND, link / "src" / "train.py") as folder:
+        assert folder.own_path(f"--out={link}/out") == f"--out={Path.cwd()}/out"
+        assert Path(folder.own_path(str(link / "src" / "train.py"))).parent == Path.cwd() / "src"
+
+
 @pytest.mark.parametrize("text", ["{0}ion", "x{0}/x", "host:{0}", "s3:/{0}/x", "5", ""])
 def test_other_arguments_stay(project: Path, text: str) -> None:
     folder = PrivateFolder({project: Path("/own")})

@@ -214,7 +214,7 @@ def case_parted() -> dict[str, Any]:
     """
     rank, found = ALL_RANKS.rank(), {}
     own = Path(os.environ["FOLDER"], f"rank {rank}")
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     for name, text, fits, evaluates in (
         ("fewer", PARTED, (5, 3), 0),
         ("more", PARTED, (3, 5), 0),
@@ -343,7 +343,8 @@ def case_calls() -> dict[str, Any]:
 
 def _beside_one_process(adopted: str, plain: str, options: AdoptOptions) -> dict[str, Any]:
     """Return how far apart the values of `found` in two scripts are, and what the first one was told."""
-    script = Path(os.environ["FOLDER"], f"script-{ALL_RANKS.rank()}.py")
+    script = Path(os.environ["FOLDER"], f"rank {ALL_RANKS.rank()}", "script.py")
+    script.parent.mkdir(exist_ok=True)
     script.write_text(adopted)
     _, told = run_beside(partial(run_adopted, str(script), [], options), script.parent)
     found = vars(sys.modules["__main__"])["found"]
