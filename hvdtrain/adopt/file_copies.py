@@ -13,7 +13,7 @@ from pathlib import Path
 
 LARGEST = 1 << 20
 """Bytes of the largest file that is copied."""
-ROOM = 64 << 20
+ROOM = 16 << 20
 """Bytes of all copies of a rank."""
 MOST = 1000
 """Number of copies; those nearest to the user's folder come first. More files are data, which scripts only read."""
