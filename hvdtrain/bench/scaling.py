@@ -8,7 +8,7 @@ Three bounds are measured, too. Cores share memory, so N independent plain proce
 Synchronous training waits in each step for the slowest rank: if those processes had waited for each other, each step
 would have taken the longest of their times ("in step"). And the gradients have to be exchanged: "raw" is plain Keras on
 each rank, with one allreduce of as many bytes after each step, by MPI itself or, for Gloo, through TCP sockets without
-adding anything up. A core has nothing else to do meanwhile, so overlap cannot gain more than the time it waits.
+adding anything up. Horovod only connects these processes, and has ended before they train.
 
 A process trains in one of several ways. `plain` is Keras alone, without Horovod in the process. `mpi` and `tcp` are
 "raw". `bare` only calls hvd.allreduce on each gradient. `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own
@@ -99,20 +99,18 @@ def measure(
     """
     options = {"name": model, "batch_size": batch_size, "rounds": ROUNDS}
 
-    def time_ranks(ranks: int, way: str, core: int = 0) -> Timing:
-        found = run_measurement(
-            launch, ranks, Path(__file__), {**options, "way": way, "core": core}
-        )
+    def time_ranks(ranks: int, way: str, **more: int) -> Timing:
+        found = run_measurement(launch, ranks, Path(__file__), {**options, "way": way, **more})
         return Timing(found["step_seconds"], found["examples"])
 
     for _ in range(passes):
         alone = time_ranks(1, "plain")
-        apart = at_once(lambda core: time_ranks(1, "plain", core), size)
+        apart = at_once(lambda core: time_ranks(1, "plain", core=core), size)
         yield Pass(
             plain=alone.rate,
             apart=sum(one.rate for one in apart),
             in_step=in_step(apart).rate,
-            raw=time_ranks(size, raw).rate,
+            raw=time_ranks(size, raw, steps=len(alone.rounds[0])).rate,
             ranks=time_ranks(size, way).rate,
             size=size,
         )
@@ -128,7 +126,7 @@ def in_step(apart: Sequence[Timing]) -> Timing:
 
 
 def time_training(
-    way: str, name: str, batch_size: int, rounds: int, core: int = 0
+    way: str, name: str, batch_size: int, rounds: int, core: int = 0, steps: int | None = None
 ) -> dict[str, Any] | None:
     """Time a rank, or a plain process.
 
@@ -138,13 +136,14 @@ def time_training(
         batch_size: Number of examples per rank.
         rounds: Number of timed rounds.
         core: Index of the core of a plain process, among those that it may use.
+        steps: Number of steps of a round; None: as many as take about `SECONDS`.
 
     Returns:
         On rank 0: "step_seconds" of each round, "examples" per step, and the last "loss". None on other ranks.
     """
     rank, size = _start(way, core)
     step = training_step(way, name, batch_size, rank, size)
-    times, loss = time_rounds(step, rounds)
+    times, loss = time_rounds(step, rounds, None if steps is None else lambda _: steps)
     return (
         {"step_seconds": times, "examples": batch_size * size, "loss": loss} if rank == 0 else None
     )
@@ -157,6 +156,8 @@ def _start(way: str, core: int) -> tuple[int, int]:
     elif way in ("bare", *get_args(Raw)):
         import horovod.tensorflow as hvd
 
+        if way == "mpi":
+            import mpi4py.MPI  # noqa: F401  (starts MPI, which Horovod would otherwise end with itself)
         hvd.init()
         rank, size, local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
     else:
@@ -210,11 +211,12 @@ def training_step(
 
 
 def _with_raw_exchange(step: Callable[[], float], model: Any, raw: Raw) -> Callable[[], float]:
-    """Return `step` with an exchange of as many bytes as the gradients have behind it."""
+    """Return `step` with an exchange of as many bytes as the gradients have behind it, without Horovod."""
     import horovod.tensorflow as hvd
 
     values = sum(math.prod(variable.shape) for variable in model.trainable_variables)
     exchange = raw_collectives(hvd, raw)("allreduce", -(-values // hvd.size()))
+    hvd.shutdown()
 
     def both() -> float:
         loss = step()

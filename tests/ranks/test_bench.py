@@ -14,10 +14,10 @@ from hvdtrain.bench import bandwidth, scaling
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["trainer", "tcp"])
-def test_scaling_by(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "steps"), [("trainer", None), ("tcp", 20), ("mpi", 20)])
+def test_scaling_by(way: str, steps: int | None, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    options = {"way": way, "name": "mnist", "batch_size": 4, "rounds": 1}
+    options = {"way": way, "name": "mnist", "batch_size": 4, "rounds": 1, "steps": steps}
     ran = launch([sys.executable, scaling.__file__, json.dumps(options), str(report)])
     assert ran.returncode == 0, ran.output
     found = json.loads(report.read_text())
