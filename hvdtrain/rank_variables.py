@@ -18,12 +18,6 @@ CONTROLLER = "HOROVOD_CONTROLLER"
 CPU_OPERATIONS = "HOROVOD_CPU_OPERATIONS"
 """What moves tensors between CPUs (mpi or gloo). Horovod crashes where this is not what CONTROLLER is."""
 
-BIND_NOW = "LD_BIND_NOW"
-"""Variable with which a process binds all functions of a library when it loads the library.
-
-Open MPI and TensorFlow bring functions of hwloc with the same names. In a process that has imported mpi4py before
-TensorFlow, Open MPI would begin with its own and, bound at their first call, end with TensorFlow's, and crash."""
-
 RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 """Address at which the ranks of a launch over Gloo find each other."""
 

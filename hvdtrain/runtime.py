@@ -17,14 +17,7 @@ from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError, warn_user
 from hvdtrain.profiled_steps import asked_steps
-from hvdtrain.rank_variables import (
-    BIND_NOW,
-    CONTROLLER,
-    CPU_OPERATIONS,
-    is_one_host,
-    is_rank,
-    size_of,
-)
+from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, is_one_host, is_rank, size_of
 from hvdtrain.strategy_names import (
     REPLICAS,
     STRATEGIES,
@@ -140,8 +133,11 @@ def load_horovod() -> Any:
     Raises:
         EngineError: Horovod is not installed or does not load; the message says how to build it.
     """
-    if "mpi4py.MPI" in sys.modules and "tensorflow" not in sys.modules:
-        _warn_of_late_binding()
+    if is_rank(os.environ) and "mpi4py.MPI" in sys.modules and "tensorflow" not in sys.modules:
+        warn_user(
+            "mpi4py was imported before TensorFlow: Open MPI may crash when this process ends. Import TensorFlow "
+            "first, or start the script with hvdtrain run, which does so"
+        )
     try:
         return importlib.import_module("horovod.tensorflow")
     except ImportError as error:
@@ -149,14 +145,6 @@ def load_horovod() -> Any:
             f"Horovod cannot be loaded: {error}. Build it for this environment: hvdtrain "
             "install-horovod"
         ) from error
-
-
-def _warn_of_late_binding() -> None:
-    if is_rank(os.environ) and not os.environ.get(BIND_NOW):
-        warn_user(
-            "mpi4py was imported before TensorFlow: Open MPI may crash when this process ends. Import TensorFlow "
-            f"first, set {BIND_NOW}=1, or start the script with hvdtrain run, which sets it"
-        )
 
 
 def start_horovod(*args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from hvdtrain.environment import FORWARD, LAUNCH_ID, LOG_DIR, RANK_CORES, TERMINAL
 from hvdtrain.errors import UsageError
-from hvdtrain.rank_variables import BIND_NOW, is_of_launch
+from hvdtrain.rank_variables import is_of_launch
 from hvdtrain.strategy_names import REPLICAS, STRATEGY
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -23,7 +23,6 @@ NAMES = frozenset(
     {
         *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
         "LD_PRELOAD",  # An allocator, such as jemalloc.
-        BIND_NOW,
         *("LANG", "LANGUAGE", "TZ", "TERM", "COLUMNS", "LINES"),
         *OWN_NAMES,
     }

@@ -21,7 +21,7 @@ from hvdtrain.launch.installed_horovod import find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames
 from hvdtrain.launch.slurm.allocation import Allocation
-from hvdtrain.rank_variables import BIND_NOW, CONTROLLER, CPU_OPERATIONS, size_variable
+from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, size_variable
 from hvdtrain.strategy_names import HOROVOD, STRATEGY
 
 
@@ -148,8 +148,6 @@ def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str
     for name in (CONTROLLER, CPU_OPERATIONS):
         if environ.get(name, plan.controller).lower() != plan.controller:
             settings[name] = None
-    if plan.controller == "mpi":
-        settings[BIND_NOW] = "1"
     return settings | values_of(plan.env)
 
 

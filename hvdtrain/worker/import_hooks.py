@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +11,19 @@ from types import ModuleType
 
 Hooks = Mapping[str, Callable[[ModuleType], None]]
 """Module name -> function that is called with the module when it is loaded, before the importer sees it."""
+
+
+def _import_tensorflow(_: ModuleType) -> None:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("tensorflow")
+
+
+TENSORFLOW_FIRST: Hooks = {"mpi4py": _import_tensorflow}
+"""Loads TensorFlow before mpi4py.MPI, in whatever order the script imports them.
+
+Open MPI and TensorFlow bring functions of hwloc with the same names, and a function is bound at its first call. If MPI
+starts before TensorFlow is loaded, it ends with functions of TensorFlow's on data of its own, and crashes. (LD_BIND_NOW
+would prevent that, too, but srun does not start with it.)"""
 
 
 class _Finder:

@@ -48,7 +48,7 @@ from hvdtrain.worker import (
 )
 from hvdtrain.worker.failure_report import Failure, encoded, is_secondary, text_of
 from hvdtrain.worker.heartbeat import beat
-from hvdtrain.worker.import_hooks import on_import
+from hvdtrain.worker.import_hooks import TENSORFLOW_FIRST, on_import
 from hvdtrain.worker.output_frames import frame_output
 from hvdtrain.worker.rank_environment import available_cores, rank_environment
 from hvdtrain.worker.secret_files import delivered
@@ -88,7 +88,7 @@ def main() -> None:
     if kind != MODULE and not Path(script).is_file():
         _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
     watching = missing_allreduce.watch()
-    on_import(phases.HOOKS, *([watching.hooks] if watching else []))
+    on_import(TENSORFLOW_FIRST, phases.HOOKS, *([watching.hooks] if watching else []))
     try:
         if kind == MODULE:
             main_module.run_module(script)

@@ -192,7 +192,7 @@ def test_what_to_do_before_a_printed_command_is_pasted(
         (
             "gloo",
             ["--controller", "mpi"],
-            "env -u HOROVOD_CONTROLLER OMPI_MCA_mpi_yield_when_idle=1 LD_BIND_NOW=1 horovodrun -np 2 --mpi ",
+            "env -u HOROVOD_CONTROLLER OMPI_MCA_mpi_yield_when_idle=1 horovodrun -np 2 --mpi ",
         ),
     ],
 )

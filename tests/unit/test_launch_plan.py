@@ -255,14 +255,7 @@ def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
     )
     launch = prepare(plan, SITE)
     assert launch.typed == [
-        *(
-            "env",
-            "OMPI_MCA_mpi_yield_when_idle=1",
-            "LD_BIND_NOW=1",
-            "A=1",
-            "C=x y",
-            "/venv/bin/horovodrun",
-        ),
+        *("env", "OMPI_MCA_mpi_yield_when_idle=1", "A=1", "C=x y", "/venv/bin/horovodrun"),
         *("-np", "3", "--mpi", "--verbose", "-H", "a:1,b:2"),
         *("--network-interfaces", "eth0,ib0", "--start-timeout", "60"),
         *("--ssh-port", "2222", "--ssh-identity-file", str(key)),
@@ -279,15 +272,9 @@ def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
         ),
     ]
     # No value stands in the command line of what runs.
-    assert launch.argv == [*STAND_IN, *launch.typed[6:]]
+    assert launch.argv == [*STAND_IN, *launch.typed[5:]]
     assert launch.environment({"B": "hush", "C": "old"}) == {
-        **{
-            "A": "1",
-            "B": "hush",
-            "C": "x y",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "LD_BIND_NOW": "1",
-        },
+        **{"A": "1", "B": "hush", "C": "x y", "OMPI_MCA_mpi_yield_when_idle": "1"},
         **{"HVDTRAIN_FORWARD": "A,B,C", "PYTHONHASHSEED": "0"},
     }
 
