@@ -296,6 +296,19 @@ def test_a_warning_reaches_the_chief_alone(begin: Begin) -> None:
     assert "restarting it" not in stderr
 
 
+def test_a_warning_ends_nothing_whenever_it_comes() -> None:
+    class Late(list[int]):
+        """A signal that arrives just after it was looked for."""
+
+        def __contains__(self, number: object) -> bool:
+            return False
+
+    options = parameter_server_launcher._options(["--workers", "1", "--ps", "1", "--", "python"])
+    agents = NoAgents(lambda order: 3 if order["kind"] == "chief" else None)
+    launch = Launch(layout_of(options), options, agents, Late([signal.SIGUSR1]))  # type: ignore[arg-type]
+    assert launch.run() == 3, "the chief's exit code"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["hvdtrain.cli", "parameter_servers", "hvdtrain.start.agent"])
 def test_sigkill_of_whom_it_depends_on_leaves_nothing(begin: Begin, victim: str) -> None:

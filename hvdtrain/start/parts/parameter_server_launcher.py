@@ -153,17 +153,22 @@ class Launch:
             self._start_again()
         return code
 
+    @property
+    def _ending(self) -> list[int]:
+        """The signals received that end the launch. A warning (SIGUSR1) may arrive at any time and does not."""
+        return [number for number in self.received if number != signal.SIGUSR1]
+
     def _code(self) -> int | None:
         """Return the exit code, or None while the launch is running."""
         while signal.SIGUSR1 in self.received:
             self.received.remove(signal.SIGUSR1)
             self.agents.order(self.layout.hosts[CHIEF], warn=0)
-        now = time.monotonic()
+        now, ending = time.monotonic(), self._ending
         if self._lost:
-            gone = self._chief_code is not None or self.received
+            gone = self._chief_code is not None or ending
             return EXIT_FAILURE if gone or now > (self._over_at or now) else None
-        if self.received:
-            return EXIT_SIGNAL_BASE + self.received[0]
+        if ending:
+            return EXIT_SIGNAL_BASE + ending[0]
         if self._chief_code is not None:
             return self._chief_code if now >= (self._over_at or now) else None
         return None
@@ -176,10 +181,10 @@ class Launch:
             {host: self._greeting(host, asked) for host in self.layout.names},
             HostReport(__version__, sys.version.split()[0], {}),
             reach=_reach(self.options),
-            give_up=lambda: any(number != signal.SIGUSR1 for number in self.received),
+            give_up=lambda: bool(self._ending),
         )
         if len(answers.reports) + len(answers.problems) < len(self.layout.names):
-            sys.exit(EXIT_SIGNAL_BASE + self.received[0])
+            sys.exit(EXIT_SIGNAL_BASE + self._ending[0])
         others = [answers.reports[h] for h in answers.reports if h not in self.layout.here]
         origin = next((report.origin for report in others if report.origin), "")
         for host in self.layout.names:
@@ -255,14 +260,14 @@ class Launch:
     def _start_again(self) -> None:
         """Restart workers whose pause is over. The message comes only now because all workers end when a run does."""
         for role, (when, text) in list(self._due.items()):
-            if when <= time.monotonic() and not self.received:
+            if when <= time.monotonic() and not self._ending:
                 del self._due[role]
                 _write(2, marked_lines(f"{text}\n".encode(), 0, 2))
                 self._start(role)
 
     def _look_after_agents(self) -> None:
         for host, (code, words) in self.agents.ended().items():
-            if self._chief_code is None and not self.received:
+            if self._chief_code is None and not self._ending:
                 said = words.strip().rpartition("\n")[2]
                 self._lose(
                     f"the connection to host {host} was lost ({said or f'exit code {code}'})"
