@@ -20,7 +20,7 @@ SUFFIXES = (".json", *CHARTS)
 STYLES = ("o-", "s--", "^:", "v-.")
 """Markers and lines of curves."""
 COLUMNS = 3
-"""Maximum number of charts beside each other."""
+"""Maximum number of charts with curves beside each other; those with bars, whose names take up room, are stacked."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class Findings:
 
     def _draw(self, path: Path) -> None:
         panels = list(dict.fromkeys(one.panel for one in self.figures))
-        columns = min(len(panels), COLUMNS)
-        rows = -(-len(panels) // columns)
         has_curves = self.figures[0].x is not None
+        columns = min(len(panels), COLUMNS) if has_curves else 1
+        rows = -(-len(panels) // columns)
         bars = max(sum(one.panel == panel for one in self.figures) for panel in panels)
         size = (
             (4 * columns, 3 * rows) if has_curves else (7.5 * columns, (1.2 + 0.36 * bars) * rows)

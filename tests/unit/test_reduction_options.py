@@ -115,12 +115,37 @@ def grouped(groups: Any, variables: list[Any], dtypes: list[Any] | None = None) 
 
 def test_groups() -> None:
     v = [tf.Variable([0.0]) for _ in range(5)]
-    assert grouped(None, v) == [[0], [1], [2], [3], [4]]
+    assert grouped([], v) == [[0], [1], [2], [3], [4]]
     assert grouped(2, v) == [[0, 1, 2], [3, 4]]
     assert grouped(9, v) == [[0], [1], [2], [3], [4]]
     assert grouped([[v[4], v[0]], [v[2]]], v) == [[0, 4], [1], [2], [3]]
     half = [tf.float32, tf.float16, tf.float32, tf.float32, tf.float16]
     assert grouped(1, v, half) == [[0, 2, 3], [1, 4]]
+
+
+def test_small_gradients_go_together() -> None:
+    """The last first, as the backward pass computes them; large, sparse and unknown ones alone, and dtypes apart."""
+    small, large = tf.zeros([200_000]), tf.zeros([262_144])  # 0.8 MB, and 1 MiB.
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
+    half = tf.cast(small, tf.float16)
+
+    def buckets(gradients: Any, **options: Any) -> list[list[int]]:
+        reducer = GradientReducer(Reduction(**options))
+        ready = dict(enumerate(gradients))
+        how = dict.fromkeys(ready, reducer.reduction)
+        return list(reducer._groups(list(ready), gradients, ready, how))
+
+    assert buckets([small] * 7) == [[6, 5, 4, 3, 2], [1, 0]]
+    assert buckets([small, large, small, slices, half]) == [[4], [2, 0], [3], [1]]
+    assert buckets([small] * 2, compression=hvd.Compression.top_k()) == [[0], [1]]
+    assert buckets([small] * 2, op=hvd.Adasum) == [[0], [1]]
+
+    @tf.function(autograph=False)
+    def unknown(x: tf.Tensor) -> tf.Tensor:
+        assert buckets([small, x, small]) == [[2, 0], [1]]
+        return x
+
+    unknown.get_concrete_function(tf.TensorSpec([None]))
 
 
 def test_sparse_gradients_go_alone() -> None:
