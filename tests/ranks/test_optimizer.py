@@ -60,8 +60,8 @@ def test_arguments(two: Results) -> None:
 
 
 def test_accumulation_communicates_at_its_boundary(two: Results) -> None:
-    # 6 steps, 6 variables; every third step
-    assert two.of("case_accumulation_communicates_at_its_boundary") == [{"1": 36, "3": 12}] * 2
+    # 6 steps, whose gradients are in one group; every third step
+    assert two.of("case_accumulation_communicates_at_its_boundary") == [{"1": 6, "3": 2}] * 2
 
 
 def check_inf(results: Results) -> None:
@@ -134,7 +134,7 @@ def test_file_loads_in_plain_keras(two: Results, folder: Path) -> None:
 @pytest.mark.slow
 def test_over_gloo(two_gloo: Results) -> None:
     assert_close(two_gloo.of("case_subset"))
-    assert two_gloo.of("case_accumulation_communicates_at_its_boundary") == [{"1": 36, "3": 12}] * 2
+    assert two_gloo.of("case_accumulation_communicates_at_its_boundary") == [{"1": 6, "3": 2}] * 2
     check_inf(two_gloo)
 
 
