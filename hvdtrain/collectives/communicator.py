@@ -120,6 +120,7 @@ class Communicator(ABC):
     ) -> list[tf.Tensor]:
         """Return the allreduce of each of `tensors`, which have one dtype, once all are ready. A collective."""
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        assert len({tensor.dtype.name for tensor in tensors}) == 1, tensors
         if self._is_alone():
             return [_times(tensor, prescale_factor * postscale_factor) for tensor in tensors]
         wires = [to_reducible(tensor) for tensor in tensors]

@@ -270,11 +270,10 @@ class GradientReducer:
         ready: dict[int, Gradient],
         how: dict[int, Reduction],
     ) -> Iterable[list[int]]:
-        """Return the indices of the gradients of each collective: dense, of one dtype, over the same ranks."""
+        """Return the indices of the gradients that are reduced together: dense, and over the same ranks."""
         groups = self.reduction.groups
         if groups is None:
-            lone = self.reduction.op == Adasum or isinstance(self.reduction.compression, Lossy)
-            wanted = [[place] for place in shared] if lone else _buckets(shared, ready)
+            wanted = [shared]
         elif isinstance(groups, int):
             size = -(-len(shared) // groups)
             wanted = [shared[i : i + size] for i in range(0, len(shared), size)]
@@ -282,47 +281,55 @@ class GradientReducer:
             number = {id(tf_variable(v)): n for n, group in enumerate(groups) for v in group}
             key = {p: number.get(id(tf_variable(variables[p])), -1 - p) for p in shared}
             wanted = [[p for p in shared if key[p] == k] for k in dict.fromkeys(key.values())]
-        return [part for group in wanted for part in _same_kind(group, ready, how)]
+        parts = [part for group in wanted for part in _over_same_ranks(group, ready, how)]
+        if groups is not None:
+            return parts
+        if self.reduction.op == Adasum or isinstance(self.reduction.compression, Lossy):
+            return [[place] for place in shared]
+        # Not before: other ranks may hold parts of other sizes of a variable that is divided over them.
+        sizes = {place: _size(variables[place], ready[place]) for place in shared}
+        return [bucket for part in parts for bucket in _buckets(part, sizes)]
 
 
-def _buckets(places: Sequence[int], gradients: dict[int, Gradient]) -> list[list[int]]:
-    """Return `places`, those of small gradients in buckets, in the order in which a backward pass computes them."""
+def _over_same_ranks(
+    group: list[int], ready: dict[int, Gradient], how: dict[int, Reduction]
+) -> list[list[int]]:
+    """Split `group` into parts that are reduced over the same ranks; a sparse gradient is one of its own."""
+    parts: dict[Any, list[int]] = {}
+    for place in group:
+        alone = place if isinstance(ready[place], tf.IndexedSlices) else None
+        parts.setdefault((alone, tuple(how[place].process_set.ranks)), []).append(place)
+    return list(parts.values())
+
+
+def _buckets(places: Sequence[int], sizes: dict[int, int | None]) -> list[list[int]]:
+    """Return `places`, those of small gradients in buckets, in the order in which a backward pass computes them.
+
+    Args:
+        places: Indices of gradients.
+        sizes: Size of each in bytes; None: not known.
+    """
     buckets: list[list[int]] = []
     bucket: list[int] = []
-    size = 0
+    total = 0
     for place in reversed(places):
-        own = _bytes(gradients[place])
-        if own is None or own >= SMALL_BYTES:
+        size = sizes[place]
+        if size is None or size >= SMALL_BYTES:
             buckets.append([place])
             continue
-        if not bucket or size + own > BUCKET_BYTES:
-            bucket, size = [], 0
+        if not bucket or total + size > BUCKET_BYTES:
+            bucket, total = [], 0
             buckets.append(bucket)
         bucket.append(place)
-        size += own
+        total += size
     return buckets
 
 
-def _bytes(gradient: Gradient) -> int | None:
-    """Return the size of a dense gradient; None if it is sparse, or of a shape that is not known yet."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return None
-    elements = gradient.shape.num_elements()
+def _size(variable: Any, gradient: Gradient) -> int | None:
+    """Return the size in bytes of the gradient of `variable`, the same on all ranks that hold it; None: not known."""
+    # The shape of a gradient in a graph may be unknown where other ranks know it.
+    elements = tf.TensorShape(variable.shape).num_elements()
     return None if elements is None else elements * gradient.dtype.size
-
-
-def _same_kind(
-    group: list[int], ready: dict[int, Gradient], how: dict[int, Reduction]
-) -> list[list[int]]:
-    """Split `group` into parts that one grouped_allreduce may hold: no sparse tensors, one dtype, one process set."""
-    kinds: dict[Any, list[int]] = {}
-    for place in group:
-        gradient = ready[place]
-        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
-        kind = str(place) if isinstance(gradient, tf.IndexedSlices) else gradient.dtype.name
-        ranks = tuple(how[place].process_set.ranks)
-        kinds.setdefault((kind, ranks), []).append(place)
-    return list(kinds.values())
 
 
 def _ready(gradient: Gradient, reduction: Reduction) -> Gradient:
@@ -343,8 +350,22 @@ def _reduce_group(
     compression = reduction.compression
     with on_device(reduction.device_dense):
         wires, contexts = zip(*map(compression.compress, tensors), strict=True)
-        found = reduction.process_set.grouped_allreduce(wires, names[0], **_scaling(reduction))
-        return [compression.decompress(*each) for each in zip(found, contexts, strict=True)]
+        found: dict[int, tf.Tensor] = {}
+        for same in _of_same_dtype(wires):
+            reduced = reduction.process_set.grouped_allreduce(
+                [wires[place] for place in same], names[same[0]], **_scaling(reduction)
+            )
+            found |= zip(same, reduced, strict=True)
+        return [compression.decompress(found[place], c) for place, c in enumerate(contexts)]
+
+
+def _of_same_dtype(tensors: Sequence[tf.Tensor]) -> Iterable[list[int]]:
+    """Return the indices of the tensors of each dtype."""
+    kinds: dict[str, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
+        kinds.setdefault(tensor.dtype.name, []).append(place)
+    return kinds.values()
 
 
 def _scaling(reduction: Reduction) -> dict[str, Any]:

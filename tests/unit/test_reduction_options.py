@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import broadcast_global_variables, check_replicas, fingerprints
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.collectives.tensor_names import InstanceName, in_this_graph, variables_name
+from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import replicated_variables, trained_variables
 
@@ -105,10 +107,9 @@ def test_num_groups_is_an_older_name() -> None:
     assert optimizer.hvdtrain_reducer.reduction.groups == 3
 
 
-def grouped(groups: Any, variables: list[Any], dtypes: list[Any] | None = None) -> list[list[int]]:
+def grouped(groups: Any, variables: list[Any]) -> list[list[int]]:
     reducer = GradientReducer(Reduction(groups=groups))
-    dtypes = dtypes or [tf.float32] * len(variables)
-    gradients = {i: tf.zeros([1], dtype) for i, dtype in enumerate(dtypes)}
+    gradients = {i: tf.zeros([1]) for i in range(len(variables))}
     how = dict.fromkeys(gradients, reducer.reduction)
     return list(reducer._groups(list(gradients), variables, gradients, how))
 
@@ -119,33 +120,64 @@ def test_groups() -> None:
     assert grouped(2, v) == [[0, 1, 2], [3, 4]]
     assert grouped(9, v) == [[0], [1], [2], [3], [4]]
     assert grouped([[v[4], v[0]], [v[2]]], v) == [[0, 4], [1], [2], [3]]
-    half = [tf.float32, tf.float16, tf.float32, tf.float32, tf.float16]
-    assert grouped(1, v, half) == [[0, 2, 3], [1, 4]]
+
+
+def buckets(shapes: list[Any], holders: list[Any] | None = None, **options: Any) -> list[list[int]]:
+    """The groups of gradients of variables of these shapes, each held by all ranks or by those of `holders`."""
+    reducer = GradientReducer(Reduction(**options))
+    ready = {i: tf.zeros(shape or []) for i, shape in enumerate(shapes)}
+    variables = [
+        tf.Variable(ready[i], shape=tf.TensorShape(shape)) for i, shape in enumerate(shapes)
+    ]
+    ranks = holders or [reducer.reduction.process_set] * len(shapes)
+    how = {i: replace(reducer.reduction, process_set=each) for i, each in enumerate(ranks)}
+    return list(reducer._groups(list(ready), variables, ready, how))
+
+
+SMALL, LARGE = [200_000], [262_144]  # 0.8 MB, and 1 MiB.
 
 
 def test_small_gradients_go_together() -> None:
-    """The last first, as the backward pass computes them; large, sparse and unknown ones alone, and dtypes apart."""
-    small, large = tf.zeros([200_000]), tf.zeros([262_144])  # 0.8 MB, and 1 MiB.
-    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
-    half = tf.cast(small, tf.float16)
+    """The last first, as the backward pass computes them."""
+    assert buckets([SMALL] * 7) == [[6, 5, 4, 3, 2], [1, 0]]
+    assert buckets([SMALL, LARGE, SMALL, None]) == [[3], [2, 0], [1]]
+    assert buckets([SMALL] * 2, compression=hvd.Compression.top_k()) == [[0], [1]]
+    assert buckets([SMALL] * 2, op=hvd.Adasum) == [[0], [1]]
 
-    def buckets(gradients: Any, **options: Any) -> list[list[int]]:
-        reducer = GradientReducer(Reduction(**options))
-        ready = dict(enumerate(gradients))
-        how = dict.fromkeys(ready, reducer.reduction)
-        return list(reducer._groups(list(ready), gradients, ready, how))
 
-    assert buckets([small] * 7) == [[6, 5, 4, 3, 2], [1, 0]]
-    assert buckets([small, large, small, slices, half]) == [[4], [2, 0], [3], [1]]
-    assert buckets([small] * 2, compression=hvd.Compression.top_k()) == [[0], [1]]
-    assert buckets([small] * 2, op=hvd.Adasum) == [[0], [1]]
+def test_buckets_of_divided_variables() -> None:
+    """What all ranks hold goes in the same buckets on each, also if its part of other variables is larger."""
+    everyone, own = thread_ranks(1)[0], thread_ranks(2)[0]
+    held = [everyone, own, everyone]
+    for part in (SMALL, LARGE):
+        assert buckets([SMALL, part, SMALL], held) == [[2, 0], [1]]
 
-    @tf.function(autograph=False)
-    def unknown(x: tf.Tensor) -> tf.Tensor:
-        assert buckets([small, x, small]) == [[2, 0], [1]]
-        return x
 
-    unknown.get_concrete_function(tf.TensorSpec([None]))
+class FirstInHalf:
+    """A compressor as a user may write it: not all that it sends has the same dtype."""
+
+    @staticmethod
+    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        return (tf.cast(tensor, tf.float16) if tensor.shape[0] == 1 else tensor), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: tf.Tensor, dtype: Any) -> tf.Tensor:
+        return tf.cast(tensor, dtype)
+
+
+@pytest.mark.parametrize("groups", [None, 1, []])
+def test_dtypes_of_a_group(groups: Any) -> None:
+    everyone = thread_ranks(2)
+    gradients = [tf.ones([n]) * n for n in (1, 2, 3)] + [tf.cast([4.0, 4.0], tf.float64)]
+
+    def work(ranks: ThreadRanks) -> list[Any]:
+        reduction = Reduction(process_set=ranks, compression=FirstInHalf, groups=groups)
+        mine = [gradient * (1 + 2 * ranks.rank()) for gradient in gradients]
+        return GradientReducer(reduction)(mine, [tf.Variable(gradient) for gradient in gradients])
+
+    for found in run_ranks(everyone, work):
+        assert [each.dtype for each in found] == [each.dtype for each in gradients]
+        assert [each.numpy().tolist() for each in found] == [[2], [4, 4], [6, 6, 6], [8, 8]]
 
 
 def test_sparse_gradients_go_alone() -> None:
