@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,14 +120,12 @@ class Communicator(ABC):
     ) -> list[tf.Tensor]:
         """Return the allreduce of each of `tensors`, which have one dtype, once all are ready. A collective."""
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        assert len({tensor.dtype.name for tensor in tensors}) == 1, tensors
         if self._is_alone():
             return [_times(tensor, prescale_factor * postscale_factor) for tensor in tensors]
-        wires = [to_reducible(tensor) for tensor in tensors]
-        found = self._grouped_allreduce(
-            wires, in_this_graph(name), op, prescale_factor, postscale_factor
+        return as_one(
+            tensors,
+            lambda whole: self.allreduce(whole, name, op, prescale_factor, postscale_factor),
         )
-        return [_like(each, tensor) for each, tensor in zip(found, tensors, strict=True)]
 
     def reducescatter(
         self, tensor: Any, name: str, op: Any = Sum, postscale_factor: float = 1.0
@@ -235,11 +233,6 @@ class Communicator(ABC):
     ) -> tf.Tensor: ...
 
     @abstractmethod
-    def _grouped_allreduce(
-        self, wires: list[tf.Tensor], name: str, op: Any, prescale: float, postscale: float
-    ) -> list[tf.Tensor]: ...
-
-    @abstractmethod
     def _reducescatter(
         self, wire: tf.Tensor, name: str, op: Any, postscale: float
     ) -> tf.Tensor: ...
@@ -297,20 +290,6 @@ class HorovodRanks(Communicator):
             **self._called(name),
         )
 
-    def _grouped_allreduce(
-        self, wires: list[tf.Tensor], name: str, op: Any, prescale: float, postscale: float
-    ) -> list[tf.Tensor]:
-        return list(
-            hvd.grouped_allreduce(
-                wires,
-                op=op,
-                device_dense=device_dense(wires[0]),
-                prescale_factor=prescale,
-                postscale_factor=postscale,
-                **self._called(name),
-            )
-        )
-
     def _reducescatter(self, wire: tf.Tensor, name: str, op: Any, postscale: float) -> tf.Tensor:
         return hvd.reducescatter(
             wire,
@@ -361,7 +340,7 @@ class LoneRank(Communicator):
     def is_global(self) -> bool:
         return False
 
-    _allreduce = _grouped_allreduce = _reducescatter = _nobody
+    _allreduce = _reducescatter = _nobody
     _allgather = _broadcast = _alltoall = _nobody
 
 
@@ -406,6 +385,25 @@ def _like(found: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     """Return `found` with the static shape and the dtype of `tensor`."""
     found.set_shape(tensor.shape)
     return tf.cast(found, tensor.dtype)
+
+
+def as_one(
+    tensors: Sequence[tf.Tensor], collective: Callable[[tf.Tensor], tf.Tensor]
+) -> list[tf.Tensor]:
+    """Return the results for `tensors` of an elementwise collective, to which all their elements are one vector.
+
+    In place of Horovod's grouped operations: they lose the error of a tensor whose shape differs between ranks if
+    another tensor of the group arrives after it, and return what the memory contained.
+
+    Args:
+        tensors: Tensors of one dtype.
+        collective: Function of one tensor.
+    """
+    if len(tensors) == 1:
+        return [collective(tensors[0])]
+    whole = collective(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0))
+    parts = tf.split(whole, [tf.size(tensor) for tensor in tensors])
+    return [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, tensors, strict=True)]
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:

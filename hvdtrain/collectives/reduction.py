@@ -1,22 +1,23 @@
 """Reduction of a list of gradients over the ranks, for DistributedOptimizer and DistributedGradientTape.
 
-By default a large gradient has its own collective, which can start as soon as the backward pass has computed the
-gradient. Small gradients are sent together, in buckets: each message takes time on the cores that compute. With
-`groups`, Horovod waits for whole groups instead. Measured in turns in one job, two ranks on two cores, ms per step (one
-collective per variable / buckets / all in one group), medians of 14 to 24 rounds: ResNet-20, of which all fits in one
-bucket, over MPI 113.2 / 111.0 / 111.0 and over Gloo 107.9 / 102.9 / 102.9; MNIST's network over MPI 6.31 / 6.15 / 6.3
-and over Gloo 7.89 / 7.50 / 7.54. Six dense layers with 21 million parameters, over MPI: 162 alone, 189 in one group.
+A large gradient has its own collective, which can start as soon as the backward pass has computed the gradient. Small
+gradients of neighbouring variables are sent in buckets, as one tensor, since each message takes time on the cores that
+compute (Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704, section 3.2). With `groups`, each group is sent as one
+tensor. Measured in turns in one job, two ranks on two cores, medians of 12 to 20 rounds, ms per step with a collective
+for each variable / with buckets: ResNet-20 over MPI 133.1 / 130.0 and over Gloo 144.1 / 138.8, MNIST's network over MPI
+7.28 / 7.24 and over Gloo 9.37 / 8.67. Six dense layers with 21 million parameters, over MPI: 162, in one group 189.
 
 In addition to those of communicator.py, two rules keep ranks from waiting for each other forever:
 
-- A collective's name is `<prefix>_<position of the variable>`, the same on every rank. Keras's own names
-  are never used: they differ between ranks as soon as one of them has created an extra layer. See tensor_names.py.
+- A collective's name is `<prefix>_<positions of the variables>`, the same on every rank: ranks whose gradients are of
+  other variables never meet. Keras's own names are never used: they differ between ranks as soon as one of them has
+  created an extra layer. See tensor_names.py.
 - The result is always an input of the variable's update: TensorFlow prunes operations whose results are not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -49,7 +50,7 @@ from hvdtrain.keras_internals.variables import tf_variable
 SMALL_BYTES = 1 << 20
 """Size below which gradients are sent together."""
 BUCKET_BYTES = 4 << 20
-"""Size of a bucket, at most. Buckets: Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704, section 3.2."""
+"""Maximum size of a bucket."""
 
 Gradient: TypeAlias = Any
 """tf.Tensor, tf.IndexedSlices or None; Any, because TensorFlow has no type annotations."""
@@ -217,28 +218,24 @@ class GradientReducer:
             return result
         how = {place: self._options_for(variables[place], weighted) for place in shared}
         prefix = self._prefix(variables)
-        names = {place: f"{prefix}_{positions[place]}" for place in shared}
         ready = {place: _ready(result[place], how[place]) for place in shared}
         for group in self._groups(shared, variables, ready, how):
             first = group[0]
+            name = f"{prefix}_{runs([positions[place] for place in group])}"
             if isinstance(ready[first], tf.IndexedSlices):
-                result[first] = reduce_sparse(
-                    ready[first], names[first], how[first], variables[first]
-                )
+                result[first] = reduce_sparse(ready[first], name, how[first], variables[first])
                 continue
             memory = self.memories.get(id(tf_variable(variables[first])))
             if memory is not None:
                 result[first] = memory.reduce(
                     ready[first],
-                    names[first],
+                    name,
                     how[first].process_set,
                     how[first].op,
                     how[first].postscale_factor,
                 )
                 continue
-            reduced = _reduce_group(
-                [ready[p] for p in group], [names[p] for p in group], how[first]
-            )
+            reduced = _reduce_group([ready[p] for p in group], name, how[first])
             for place, gradient in zip(group, reduced, strict=True):
                 result[place] = gradient
         return result
@@ -302,34 +299,47 @@ def _over_same_ranks(
     return list(parts.values())
 
 
-def _buckets(places: Sequence[int], sizes: dict[int, int | None]) -> list[list[int]]:
-    """Return `places`, those of small gradients in buckets, in the order in which a backward pass computes them.
+def _buckets(places: Sequence[int], sizes: Mapping[int, int | None]) -> list[list[int]]:
+    """Return `places` in the order in which a backward pass computes them, those of small neighbours in buckets.
 
     Args:
         places: Indices of gradients.
         sizes: Size of each in bytes; None: not known.
     """
     buckets: list[list[int]] = []
-    bucket: list[int] = []
-    total = 0
+    room = 0
     for place in reversed(places):
         size = sizes[place]
         if size is None or size >= SMALL_BYTES:
             buckets.append([place])
-            continue
-        if not bucket or total + size > BUCKET_BYTES:
-            bucket, total = [], 0
-            buckets.append(bucket)
-        bucket.append(place)
-        total += size
+            room = 0
+        elif size >= room:
+            buckets.append([place])
+            room = BUCKET_BYTES - size
+        else:
+            buckets[-1].append(place)
+            room -= size
     return buckets
 
 
 def _size(variable: Any, gradient: Gradient) -> int | None:
     """Return the size in bytes of the gradient of `variable`, the same on all ranks that hold it; None: not known."""
-    # The shape of a gradient in a graph may be unknown where other ranks know it.
+    # In a graph, other ranks may know another part of a tensor's shape; that of a variable is the same everywhere.
+    if not isinstance(tf_variable(variable), tf.Variable):
+        return None
     elements = tf.TensorShape(variable.shape).num_elements()
     return None if elements is None else elements * gradient.dtype.size
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Return numbers in short: "6-4_2" for 6, 5, 4, 2."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return "_".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in found)
 
 
 def _ready(gradient: Gradient, reduction: Reduction) -> Gradient:
@@ -340,32 +350,31 @@ def _ready(gradient: Gradient, reduction: Reduction) -> Gradient:
     return gradient
 
 
-def _reduce_group(
-    tensors: list[tf.Tensor], names: list[str], reduction: Reduction
-) -> list[tf.Tensor]:
+def _reduce_group(tensors: list[tf.Tensor], name: str, reduction: Reduction) -> list[tf.Tensor]:
+    """Return `tensors` reduced as one tensor for each dtype that is sent."""
     if len(tensors) == 1:
-        return [_reduce_dense(tensors[0], names[0], reduction)]
+        return [_reduce_dense(tensors[0], name, reduction)]
     if reduction.compression is BF16Compressor:
-        return [_reduce_group([t], [n], reduction)[0] for t, n in zip(tensors, names, strict=True)]
+        return [_reduce_dense(t, f"{name}_{i}", reduction) for i, t in enumerate(tensors)]
     compression = reduction.compression
     with on_device(reduction.device_dense):
         wires, contexts = zip(*map(compression.compress, tensors), strict=True)
         found: dict[int, tf.Tensor] = {}
-        for same in _of_same_dtype(wires):
+        for dtype, places in _by_dtype(wires).items():
+            parts = [wires[place] for place in places]
             reduced = reduction.process_set.grouped_allreduce(
-                [wires[place] for place in same], names[same[0]], **_scaling(reduction)
+                parts, f"{name}_{dtype}", **_scaling(reduction)
             )
-            found |= zip(same, reduced, strict=True)
+            found |= zip(places, reduced, strict=True)
         return [compression.decompress(found[place], c) for place, c in enumerate(contexts)]
 
 
-def _of_same_dtype(tensors: Sequence[tf.Tensor]) -> Iterable[list[int]]:
-    """Return the indices of the tensors of each dtype."""
-    kinds: dict[str, list[int]] = {}
+def _by_dtype(tensors: Sequence[tf.Tensor]) -> dict[str, list[int]]:
+    """Return the indices of the tensors of each dtype, by its name."""
+    found: dict[str, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
-        kinds.setdefault(tensor.dtype.name, []).append(place)
-    return kinds.values()
+        found.setdefault(tensor.dtype.name, []).append(place)
+    return found
 
 
 def _scaling(reduction: Reduction) -> dict[str, Any]:

@@ -89,14 +89,6 @@ class ThreadRanks(Communicator):
     ) -> tf.Tensor:
         return self._run(lambda x: self._reduced(x, name, op, prescale, postscale), wire)
 
-    def _grouped_allreduce(
-        self, wires: list[tf.Tensor], name: str, op: Any, prescale: float, postscale: float
-    ) -> list[tf.Tensor]:
-        return [
-            self._allreduce(wire, f"{name}_{number}", op, prescale, postscale)
-            for number, wire in enumerate(wires)
-        ]
-
     def _reducescatter(self, wire: tf.Tensor, name: str, op: Any, postscale: float) -> tf.Tensor:
         def part(x: np.ndarray) -> np.ndarray:
             whole = self._reduced(x, name, op, 1.0, postscale)

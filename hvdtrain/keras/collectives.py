@@ -12,7 +12,7 @@ other ranks would wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +58,7 @@ from horovod.tensorflow import (
 from horovod.tensorflow import join as horovod_join
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
-from hvdtrain.collectives.communicator import Communicator, ranks_of
+from hvdtrain.collectives.communicator import Communicator, as_one, ranks_of
 from hvdtrain.collectives.compression import BF16Compressor, Compression
 from hvdtrain.collectives.error_feedback import refuse_lossy
 from hvdtrain.collectives.placement import on_device
@@ -145,7 +145,7 @@ def allreduce(
         _require_additive(call)
         return _reduce_slices(value, call, device_sparse)
     with on_device(device_dense):
-        return differentiable.allreduce([_tensor(value)], call)[0]
+        return differentiable.allreduce(_tensor(value), call)
 
 
 def grouped_allreduce(
@@ -163,8 +163,8 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Return each of `tensors` reduced over the ranks, in one allreduce that waits until all of them are ready.
 
-    Tensors of different dtypes form one group per dtype; IndexedSlices, and all tensors with `Compression.bf16`, are
-    reduced one by one. Other arguments as in allreduce.
+    Tensors of different dtypes form one group per dtype; IndexedSlices, and all tensors with op=Adasum, are reduced one
+    by one. Other arguments as in allreduce.
 
     Args:
         tensors: Arrays, tensors, variables or tf.IndexedSlices; the same number, shapes and dtypes on every rank.
@@ -188,12 +188,22 @@ def grouped_allreduce(
         if isinstance(group[0], tf.IndexedSlices):
             return [_reduce_slices(group[0], call, device_sparse)]
         with on_device(device_dense):
-            return differentiable.allreduce(group, call)
+            return as_one(group, lambda whole: differentiable.allreduce(whole, call))
 
     values = [t if isinstance(t, tf.IndexedSlices) else _tensor(t) for t in tensors]
     if any(isinstance(t, tf.IndexedSlices) for t in values):
         _require_additive(call)
-    return _by_groups(values, call, reduce)
+    groups: dict[str, list[int]] = {}
+    for place, tensor in enumerate(values):
+        alone = isinstance(tensor, tf.IndexedSlices) or call.op == Adasum
+        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
+        groups.setdefault(str(place) if alone else tensor.dtype.name, []).append(place)
+    result: list[Any] = [None] * len(values)
+    # Numbered, not named by dtype: a dtype that differs between ranks must be an error, not another collective.
+    for part, places in zip(_numbered(call, len(groups)), groups.values(), strict=True):
+        for place, value in zip(places, reduce([values[p] for p in places], part), strict=True):
+            result[place] = value
+    return result
 
 
 def allgather(
@@ -210,7 +220,7 @@ def allgather(
         UsageError: If `value` is a scalar.
     """
     tensor = _with_dimensions(_tensor(value), "allgather")
-    return differentiable.allgather([tensor], _call("allgather", name, process_set))[0]
+    return differentiable.allgather(tensor, _call("allgather", name, process_set))
 
 
 def grouped_allgather(
@@ -219,7 +229,9 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet | None = None,
 ) -> list[tf.Tensor]:
-    """Return the allgather of each of `tensors`, in one collective that waits until all of them are ready.
+    """Return the allgather of each of `tensors`.
+
+    One by one: Horovod's grouped operations lose errors (see collectives/communicator.py).
 
     Args:
         tensors: Arrays, tensors or variables of at least one dimension; only the first dimension may differ by rank.
@@ -233,7 +245,7 @@ def grouped_allgather(
     del ignore_name_scope
     values = [_with_dimensions(_tensor(t), "grouped_allgather") for t in tensors]
     call = _call("grouped_allgather", name, process_set)
-    return _by_groups(values, call, differentiable.allgather)
+    return list(map(differentiable.allgather, values, _numbered(call, len(values))))
 
 
 def broadcast(
@@ -327,7 +339,7 @@ def reducescatter(
         compression=compression,
     )
     with on_device(device_dense):
-        return differentiable.reducescatter([tensor], call)[0]
+        return differentiable.reducescatter(tensor, call)
 
 
 def grouped_reducescatter(
@@ -339,7 +351,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Return the reducescatter of each of `tensors`, in one collective that waits until all of them are ready.
+    """Return the reducescatter of each of `tensors`, one by one, as in grouped_allgather.
 
     Other arguments as in reducescatter.
 
@@ -360,7 +372,7 @@ def grouped_reducescatter(
         compression=compression,
     )
     with on_device(device_dense):
-        return _by_groups(values, call, differentiable.reducescatter)
+        return list(map(differentiable.reducescatter, values, _numbered(call, len(values))))
 
 
 def join() -> tf.Tensor:
@@ -462,7 +474,7 @@ def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.Inde
     parts = {"values": slices.values, "indices": slices.indices}
     with on_device(device):
         values, indices = (
-            differentiable.allgather([tensor], replace(call, name=f"{call.name}_{part}"))[0]
+            differentiable.allgather(tensor, replace(call, name=f"{call.name}_{part}"))
             for part, tensor in parts.items()
         )
     if call.factor != 1.0 and not values.dtype.is_floating:
@@ -471,19 +483,6 @@ def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.Inde
     return scaled(tf.IndexedSlices(values, indices, slices.dense_shape), call.factor)
 
 
-def _by_groups(
-    tensors: Sequence[Any], call: Call, work: Callable[[list[Any], Call], list[Any]]
-) -> list[Any]:
-    """Apply `work` to the tensors of each dtype as a group, and to each tensor that must be reduced by itself."""
-    groups: dict[str, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        alone = isinstance(tensor, tf.IndexedSlices) or call.compression is BF16Compressor
-        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
-        groups.setdefault(str(place) if alone else tensor.dtype.name, []).append(place)
-    result: list[Any] = [None] * len(tensors)
-    # Numbered, not named by dtype: a dtype that differs between ranks must be an error, not another collective.
-    for number, places in enumerate(groups.values()):
-        done = work([tensors[p] for p in places], replace(call, name=f"{call.name}_{number}"))
-        for place, value in zip(places, done, strict=True):
-            result[place] = value
-    return result
+def _numbered(call: Call, count: int) -> list[Call]:
+    """Return `count` calls like this one, with names of their own."""
+    return [replace(call, name=f"{call.name}_{number}") for number in range(count)]

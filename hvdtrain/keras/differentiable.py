@@ -14,13 +14,12 @@ A gradient is a collective, too: if one rank's loss depends on the result, every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from horovod.tensorflow.mpi_ops import _grouped_reducescatter
 
 from hvdtrain.collectives.anchoring import anchored
 from hvdtrain.collectives.communicator import ranks_of, to_reducible
@@ -69,53 +68,41 @@ class Call:
         mean = self.ranks.size() if self.op == hvd.Average else 1
         return self.prescale * self.postscale / mean
 
-    def of_gradient(self, part: str = "") -> Call:
+    def of_gradient(self) -> Call:
         """Return the call for the gradient, with a name for the graph in which it is computed."""
-        return replace(self, name=in_this_graph(f"{self.name}_gradient{part}"))
+        return replace(self, name=in_this_graph(f"{self.name}_gradient"))
 
 
-def allreduce(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
-    """Return `tensors`, which have one dtype, reduced over the ranks.
+def allreduce(tensor: tf.Tensor, call: Call) -> tf.Tensor:
+    """Return `tensor` reduced over the ranks.
 
     Raises:
         UsageError: From the backward pass: `op` is Adasum, which has no gradient.
     """
 
-    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
-        if len(wire) > 1:
-            return hvd.grouped_allreduce(
-                wire,
-                name=call.name,
-                **call.scaling,
-                device_dense=device_dense(wire[0]),
-                **call.options,
-            )
-        if call.compression is BF16Compressor and wire[0].dtype.is_floating:
-            return [bf16_sum(wire[0], call.name, ranks_of(call.ranks), call.factor)]
-        where = device_dense(wire[0])
-        return [
-            hvd.allreduce(
-                wire[0], name=call.name, **call.scaling, device_dense=where, **call.options
-            )
-        ]
+    def forward(wire: tf.Tensor) -> tf.Tensor:
+        if call.compression is BF16Compressor and wire.dtype.is_floating:
+            return bf16_sum(wire, call.name, ranks_of(call.ranks), call.factor)
+        where = device_dense(wire)
+        return hvd.allreduce(
+            wire, name=call.name, **call.scaling, device_dense=where, **call.options
+        )
 
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
         if call.op in (hvd.Sum, hvd.Average):
-            return allreduce([gradient], again)[0]
+            return allreduce(gradient, again)
         if call.op in _ELEMENTWISE:
             return _elementwise_gradient(tensor, gradient, again)
         raise UsageError("allreduce: op=Adasum has no gradient")
 
-    return _differentiable(tensors, call, forward, backward)
+    return _differentiable(tensor, call, forward, backward)
 
 
-def allgather(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
-    """Return each of `tensors`, concatenated over the ranks along the first dimension."""
+def allgather(tensor: tf.Tensor, call: Call) -> tf.Tensor:
+    """Return the tensors of all ranks, concatenated along the first dimension."""
 
-    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
-        if len(wire) > 1:
-            return hvd.grouped_allgather(wire, name=call.name, **call.options)
-        return [hvd.allgather(wire[0], name=call.name, **call.options)]
+    def forward(wire: tf.Tensor) -> tf.Tensor:
+        return hvd.allgather(wire, name=call.name, **call.options)
 
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
         own = tf.shape(tensor)
@@ -123,90 +110,73 @@ def allgather(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
         parts, _ = alltoall(gradient, rows, again)
         return tf.reduce_sum(tf.reshape(parts, tf.concat([[call.ranks.size()], own], 0)), axis=0)
 
-    return _differentiable(tensors, call, forward, backward)
+    return _differentiable(tensor, call, forward, backward)
 
 
 def broadcast(tensor: tf.Tensor, root_rank: int, call: Call) -> tf.Tensor:
     """Return the `tensor` of rank `root_rank`."""
 
-    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
-        return [hvd.broadcast(wire[0], root_rank, name=call.name, **call.options)]
+    def forward(wire: tf.Tensor) -> tf.Tensor:
+        return hvd.broadcast(wire, root_rank, name=call.name, **call.options)
 
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
-        total = allreduce([gradient], again)[0]
+        total = allreduce(gradient, again)
         # Not tf.zeros: TensorFlow would prune a collective whose result this rank does not use.
         mine = anchored(tf.constant(hvd.rank() == root_rank))
         return tf.math.multiply_no_nan(total, tf.cast(mine, total.dtype))
 
-    return _differentiable([tensor], call, forward, backward)[0]
+    return _differentiable(tensor, call, forward, backward)
 
 
 def alltoall(tensor: tf.Tensor, splits: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
     """Send `splits[r]` rows of `tensor` to each rank r; return the rows received, and their number from each rank."""
     received: list[tf.Tensor] = []
 
-    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
-        output, rows = hvd.alltoall(wire[0], splits, name=call.name, **call.options)
+    def forward(wire: tf.Tensor) -> tf.Tensor:
+        output, rows = hvd.alltoall(wire, splits, name=call.name, **call.options)
         received.append(rows)
-        return [output]
+        return output
 
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
         back = alltoall(gradient, received[0], again)[0]
         # Rows that were not sent have a gradient of zero.
         return tf.concat([back, tf.zeros_like(tensor[tf.shape(back)[0] :])], 0)
 
-    return _differentiable([tensor], call, forward, backward)[0], received[0]
+    return _differentiable(tensor, call, forward, backward), received[0]
 
 
-def reducescatter(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
-    """Return this rank's rows of `tensors`, which have one dtype, reduced over the ranks."""
+def reducescatter(tensor: tf.Tensor, call: Call) -> tf.Tensor:
+    """Return this rank's rows of `tensor`, reduced over the ranks."""
 
-    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
-        if len(wire) == 1:
-            where = device_dense(wire[0])
-            return [
-                hvd.reducescatter(
-                    wire[0], name=call.name, **call.scaling, device_dense=where, **call.options
-                )
-            ]
-        # Horovod's public function takes no name, and the name that it makes would differ between ranks.
-        scaling = call.scaling
-        compression = scaling.pop("compression")
-        compressed, contexts = zip(*map(compression.compress, wire), strict=True)
-        results = _grouped_reducescatter(
-            list(compressed), name=call.name, **scaling, **call.options
+    def forward(wire: tf.Tensor) -> tf.Tensor:
+        where = device_dense(wire)
+        return hvd.reducescatter(
+            wire, name=call.name, **call.scaling, device_dense=where, **call.options
         )
-        return [compression.decompress(r, c) for r, c in zip(results, contexts, strict=True)]
 
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
-        return scaled(allgather([gradient], again)[0], call.factor)
+        return scaled(allgather(gradient, again), call.factor)
 
-    return _differentiable(tensors, call, forward, backward)
+    return _differentiable(tensor, call, forward, backward)
 
 
 def _differentiable(
-    tensors: Sequence[tf.Tensor],
+    tensor: tf.Tensor,
     call: Call,
-    forward: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    forward: Callable[[tf.Tensor], tf.Tensor],
     backward: Callable[[tf.Tensor, tf.Tensor, Call], tf.Tensor],
-) -> list[tf.Tensor]:
-    """Apply `forward` to `tensors`, converted to wire dtypes; `backward` computes the gradient of one of them."""
+) -> tf.Tensor:
+    """Apply `forward` to `tensor`, converted to a wire dtype; `backward` computes its gradient."""
 
     @tf.custom_gradient
-    def collective(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        results = forward([to_reducible(t) for t in tensors])
+    def collective(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        def gradient(gradient: tf.Tensor) -> tf.Tensor:
+            # TensorFlow's zero gradient of an unused output is float32.
+            return backward(tensor, tf.cast(gradient, tensor.dtype), call.of_gradient())
 
-        def gradient(*gradients: tf.Tensor) -> list[tf.Tensor]:
-            numbers = range(len(tensors)) if len(tensors) > 1 else [""]
-            return [
-                # TensorFlow's zero gradient of an unused output is float32.
-                backward(t, tf.cast(g, t.dtype), call.of_gradient(str(n)))
-                for t, g, n in zip(tensors, gradients, numbers, strict=True)
-            ]
+        return tf.cast(forward(to_reducible(tensor)), tensor.dtype), gradient
 
-        return [tf.cast(r, t.dtype) for r, t in zip(results, tensors, strict=True)], gradient
-
-    return collective(*tensors)
+    return collective(tensor)
 
 
 _ELEMENTWISE = {
@@ -218,9 +188,9 @@ _ELEMENTWISE = {
 
 def _elementwise_gradient(tensor: tf.Tensor, gradient: tf.Tensor, call: Call) -> tf.Tensor:
     """Return the gradient of a minimum, maximum or product over the ranks: TensorFlow's, on the gathered values."""
-    total = allreduce([gradient], replace(call, op=hvd.Sum, prescale=1.0, postscale=1.0))[0]
+    total = allreduce(gradient, replace(call, op=hvd.Sum, prescale=1.0, postscale=1.0))
     gathered = replace(call, name=f"{call.name}_values")
-    everyone = allgather([tensor[tf.newaxis]], gathered)[0]
+    everyone = allgather(tensor[tf.newaxis], gathered)
     with tf.GradientTape() as tape:
         tape.watch(everyone)
         result = _ELEMENTWISE[call.op](everyone * call.prescale, axis=0) * call.postscale

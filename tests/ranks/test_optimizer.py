@@ -60,7 +60,7 @@ def test_arguments(two: Results) -> None:
 
 
 def test_accumulation_communicates_at_its_boundary(two: Results) -> None:
-    # 6 steps, whose gradients are in one group; every third step
+    # 6 steps, whose gradients travel as one; every third step
     assert two.of("case_accumulation_communicates_at_its_boundary") == [{"1": 6, "3": 2}] * 2
 
 

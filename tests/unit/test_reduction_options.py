@@ -140,7 +140,8 @@ SMALL, LARGE = [200_000], [262_144]  # 0.8 MB, and 1 MiB.
 def test_small_gradients_go_together() -> None:
     """The last first, as the backward pass computes them."""
     assert buckets([SMALL] * 7) == [[6, 5, 4, 3, 2], [1, 0]]
-    assert buckets([SMALL, LARGE, SMALL, None]) == [[3], [2, 0], [1]]
+    assert buckets([SMALL, SMALL, LARGE, SMALL, None]) == [[4], [3], [2], [1, 0]]
+    assert buckets([[0], LARGE, [0], SMALL]) == [[3, 2], [1], [0]]
     assert buckets([SMALL] * 2, compression=hvd.Compression.top_k()) == [[0], [1]]
     assert buckets([SMALL] * 2, op=hvd.Adasum) == [[0], [1]]
 
@@ -163,6 +164,24 @@ class FirstInHalf:
     @staticmethod
     def decompress(tensor: tf.Tensor, dtype: Any) -> tf.Tensor:
         return tf.cast(tensor, dtype)
+
+
+def test_names_of_groups_tell_their_variables() -> None:
+    """A rank without a gradient for a variable must not add those of its neighbours to others'."""
+    names = []
+
+    class Recorded(ThreadRanks):
+        def _allreduce(self, wire: tf.Tensor, name: str, *how: Any) -> tf.Tensor:
+            names.append(name)
+            return wire
+
+    everyone = thread_ranks(2)[0]
+    ranks = Recorded(everyone.job, everyone.job_rank, everyone.members)
+    reducer = GradientReducer(Reduction(process_set=ranks), prefix=lambda _: "g")
+    variables = [tf.Variable([0.0]) for _ in range(6)]
+    for missing in (None, 2, 3):
+        reducer([None if i == missing else tf.zeros([1]) for i in range(6)], variables)
+    assert names == ["g_5-0_float32", "g_5-3_1-0_float32", "g_5-4_2-0_float32"]
 
 
 @pytest.mark.parametrize("groups", [None, 1, []])

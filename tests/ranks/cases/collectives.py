@@ -420,11 +420,25 @@ def case_errors() -> dict[str, str]:
     rows = tf.ones([2 + rank, 2])
     folded = tf.ones([[2, 6], [2, 2, 3]][rank])
     other_dtype = tf.ones([2], ["int32", "float32"][rank])
+    equal = [tf.ones([3]), tf.ones([4])]
+
+    def gradients(values: list[tf.Tensor], **options: Any) -> Any:
+        variables = [tf.Variable(value) for value in values]
+        with hvd.DistributedGradientTape(tf.GradientTape(), **options) as tape:
+            loss = tf.add_n([tf.reduce_sum(variable) for variable in variables])
+        return tape.gradient(loss, variables)
+
     shapes_and_dtypes: dict[str, Callable[[], Any]] = {
         "allreduce shape": lambda: hvd.allreduce(rows),
         "allreduce dimensions": lambda: hvd.allreduce(folded),
         "allreduce dtype": lambda: hvd.allreduce(other_dtype),
         "grouped allreduce shape": lambda: hvd.grouped_allreduce([rows, rows]),
+        # Horovod's own grouped operations return uninitialized memory for these.
+        "grouped allreduce, a shape": lambda: hvd.grouped_allreduce([rows, *equal]),
+        "grouped allgather, a shape": lambda: hvd.grouped_allgather([tf.transpose(rows), *equal]),
+        "grouped reducescatter, a shape": lambda: hvd.grouped_reducescatter([rows, *equal]),
+        "gradients, a shape": lambda: gradients([rows, *equal]),
+        "groups of gradients, a shape": lambda: gradients([rows, *equal], groups=1),
         "grouped allreduce dtype": lambda: hvd.grouped_allreduce([other_dtype, other_dtype]),
         "allgather shape": lambda: hvd.allgather(tf.transpose(rows)),
         "allgather dtype": lambda: hvd.allgather(other_dtype),

@@ -134,14 +134,14 @@ def case_accumulation() -> dict[str, Apart]:
 
 
 def case_accumulation_communicates_at_its_boundary() -> dict[str, int]:
-    """Grouped allreduces of STEPS eager steps."""
+    """Allreduces of STEPS eager steps, but for those in which fit asks whether a rank failed."""
     counted: dict[str, int] = {}
     for steps in (1, 3):
-        grouped = reduction.hvd.grouped_allreduce
-        with mock.patch.object(reduction.hvd, "grouped_allreduce", wraps=grouped) as calls:
+        with mock.patch.object(reduction.hvd, "allreduce", wraps=reduction.hvd.allreduce) as calls:
             optimizer = hvd.DistributedOptimizer(momentum(), backward_passes_per_step=steps)
             train(optimizer, run_eagerly=True)
-            counted[str(steps)] = calls.call_count
+            names = [call.kwargs.get("name") for call in calls.call_args_list]
+            counted[str(steps)] = sum("failure" not in str(name) for name in names)
     return counted
 
 
