@@ -401,9 +401,19 @@ def as_one(
     """
     if len(tensors) == 1:
         return [collective(tensors[0])]
-    whole = collective(tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0))
-    parts = tf.split(whole, [tf.size(tensor) for tensor in tensors])
-    return [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, tensors, strict=True)]
+    # Zeros make the lengths differ where the shapes do, also if their sums are equal: Horovod compares the lengths.
+    padding = sum((1 + place) * _shape_code(t) for place, t in enumerate(tensors)) % 61
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    flat.append(tf.zeros([padding], tensors[0].dtype))
+    parts = tf.split(collective(tf.concat(flat, axis=0)), [tf.size(part) for part in flat])
+    return [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, tensors, strict=False)]
+
+
+def _shape_code(tensor: tf.Tensor) -> Any:
+    """Return a number that tells shapes of as many elements apart; a tensor if the shape is not known yet."""
+    if tensor.shape.is_fully_defined():
+        return sum((1 + axis) * length for axis, length in enumerate(tensor.shape))
+    return tf.reduce_sum(tf.shape(tensor) * tf.range(1, 1 + tf.rank(tensor)))
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:

@@ -26,7 +26,7 @@ def device_dense(tensor: tf.Tensor) -> str:
     """Return Horovod's argument `device_dense` for a reduction.
 
     Args:
-        tensor: Tensor to reduce; of a group, one of them.
+        tensor: Tensor to reduce.
     """
     if tf.executing_eagerly() and not context.context().device_name:
         return str(tensor.device)

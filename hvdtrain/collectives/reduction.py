@@ -47,10 +47,10 @@ from hvdtrain.collectives.tensor_names import InstanceName
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import tf_variable
 
-SMALL_BYTES = 1 << 20
-"""Size below which gradients are sent together."""
-BUCKET_BYTES = 4 << 20
-"""Maximum size of a bucket."""
+SMALL = 1 << 18
+"""Number of elements below which gradients are sent together: 1 MiB of float32."""
+BUCKET = 1 << 20
+"""Maximum number of elements of a bucket."""
 
 Gradient: TypeAlias = Any
 """tf.Tensor, tf.IndexedSlices or None; Any, because TensorFlow has no type annotations."""
@@ -216,6 +216,8 @@ class GradientReducer:
                 shared.append(place)
         if not shared:
             return result
+        # The same buckets on all ranks, in whatever order the gradients were given.
+        shared.sort(key=positions.__getitem__)
         how = {place: self._options_for(variables[place], weighted) for place in shared}
         prefix = self._prefix(variables)
         ready = {place: _ready(result[place], how[place]) for place in shared}
@@ -281,7 +283,9 @@ class GradientReducer:
         parts = [part for group in wanted for part in _over_same_ranks(group, ready, how)]
         if groups is not None:
             return parts
-        if self.reduction.op == Adasum or isinstance(self.reduction.compression, Lossy):
+        compression = self.reduction.compression
+        lossy = compression is BF16Compressor or isinstance(compression, Lossy)
+        if lossy or self.reduction.op == Adasum:
             return [[place] for place in shared]
         # Not before: other ranks may hold parts of other sizes of a variable that is divided over them.
         sizes = {place: _size(variables[place], ready[place]) for place in shared}
@@ -304,18 +308,18 @@ def _buckets(places: Sequence[int], sizes: Mapping[int, int | None]) -> list[lis
 
     Args:
         places: Indices of gradients.
-        sizes: Size of each in bytes; None: not known.
+        sizes: Number of elements of each; None: not known.
     """
     buckets: list[list[int]] = []
     room = 0
     for place in reversed(places):
         size = sizes[place]
-        if size is None or size >= SMALL_BYTES:
+        if size is None or size >= SMALL:
             buckets.append([place])
             room = 0
         elif size >= room:
             buckets.append([place])
-            room = BUCKET_BYTES - size
+            room = BUCKET - size
         else:
             buckets[-1].append(place)
             room -= size
@@ -323,19 +327,19 @@ def _buckets(places: Sequence[int], sizes: Mapping[int, int | None]) -> list[lis
 
 
 def _size(variable: Any, gradient: Gradient) -> int | None:
-    """Return the size in bytes of the gradient of `variable`, the same on all ranks that hold it; None: not known."""
+    """Return the number of elements of the gradient of `variable`; None: not known, or sparse."""
     # In a graph, other ranks may know another part of a tensor's shape; that of a variable is the same everywhere.
-    if not isinstance(tf_variable(variable), tf.Variable):
+    is_known = isinstance(tf_variable(variable), tf.Variable)
+    if not is_known or isinstance(gradient, tf.IndexedSlices):
         return None
-    elements = tf.TensorShape(variable.shape).num_elements()
-    return None if elements is None else elements * gradient.dtype.size
+    return tf.TensorShape(variable.shape).num_elements()
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """Return numbers in short: "6-4_2" for 6, 5, 4, 2."""
+    """Return numbers in short and in ascending order: "2_4-6" for 6, 5, 4, 2."""
     found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] - 1:
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
             found[-1].append(number)
         else:
             found.append([number])
@@ -360,21 +364,23 @@ def _reduce_group(tensors: list[tf.Tensor], name: str, reduction: Reduction) -> 
     with on_device(reduction.device_dense):
         wires, contexts = zip(*map(compression.compress, tensors), strict=True)
         found: dict[int, tf.Tensor] = {}
-        for dtype, places in _by_dtype(wires).items():
+        # Numbered: a dtype that differs between ranks must be an error, not a collective of its own.
+        for number, places in enumerate(_by_dtype(wires)):
             parts = [wires[place] for place in places]
             reduced = reduction.process_set.grouped_allreduce(
-                parts, f"{name}_{dtype}", **_scaling(reduction)
+                parts, f"{name}_{number}", **_scaling(reduction)
             )
             found |= zip(places, reduced, strict=True)
         return [compression.decompress(found[place], c) for place, c in enumerate(contexts)]
 
 
-def _by_dtype(tensors: Sequence[tf.Tensor]) -> dict[str, list[int]]:
-    """Return the indices of the tensors of each dtype, by its name."""
+def _by_dtype(tensors: Sequence[tf.Tensor]) -> Iterable[list[int]]:
+    """Return the indices of the tensors of each dtype."""
     found: dict[str, list[int]] = {}
     for place, tensor in enumerate(tensors):
+        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
         found.setdefault(tensor.dtype.name, []).append(place)
-    return found
+    return found.values()
 
 
 def _scaling(reduction: Reduction) -> dict[str, Any]:

@@ -294,8 +294,8 @@ def DistributedOptimizer(
         average_aggregated_gradients: Divide the accumulated gradients by the number of batches.
         num_groups: Deprecated name of `groups`.
         groups: Number of groups to reduce the gradients in, or a list of groups (lists of variables). A variable in no
-            group is reduced alone. Default: gradients of neighbouring variables that are smaller than 1 MiB form groups
-            of up to 4 MiB.
+            group is reduced alone. Default: gradients of fewer than 262,144 elements form groups of neighbours of up to
+            1,048,576, except with op=Adasum, Compression.bf16, .power_sgd and .top_k.
         process_set: Ranks to reduce over. Default: all.
         scale_local_gradients: Divide the gradients of local variables by the number of ranks.
 

@@ -29,7 +29,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(device_dense)
         return tensors
 
-    for name in ("allreduce", "grouped_allreduce", "reducescatter"):
+    for name in ("allreduce", "reducescatter"):
         monkeypatch.setattr(hvd, name, reduction)
     return found
 

@@ -105,7 +105,8 @@ def test_a_trainer(divided: bool, tmp_path: Path) -> None:
         WEIGHTS / 2 if divided else 2 * WEIGHTS, rel=0.01
     )
     assert 0 < memory["gradients"] <= WEIGHTS
-    assert memory["fusion buffer"] > WEIGHTS * 0.99
+    # A message of its own, of all gradients, needs no buffer.
+    assert memory["fusion buffer"] > WEIGHTS * 0.99 if divided else memory["fusion buffer"] == 0
     kinds = {"reducescatter": 0.75, "allgather": 0.75} if divided else {"allreduce": 1.5}
     for kind, factor in kinds.items():
         assert found["sent"][kind] == pytest.approx(WEIGHTS * factor, rel=0.01)

@@ -143,6 +143,7 @@ def test_small_gradients_go_together() -> None:
     assert buckets([SMALL, SMALL, LARGE, SMALL, None]) == [[4], [3], [2], [1, 0]]
     assert buckets([[0], LARGE, [0], SMALL]) == [[3, 2], [1], [0]]
     assert buckets([SMALL] * 2, compression=hvd.Compression.top_k()) == [[0], [1]]
+    assert buckets([SMALL] * 2, compression=hvd.Compression.bf16) == [[0], [1]]
     assert buckets([SMALL] * 2, op=hvd.Adasum) == [[0], [1]]
 
 
@@ -181,7 +182,7 @@ def test_names_of_groups_tell_their_variables() -> None:
     variables = [tf.Variable([0.0]) for _ in range(6)]
     for missing in (None, 2, 3):
         reducer([None if i == missing else tf.zeros([1]) for i in range(6)], variables)
-    assert names == ["g_5-0_float32", "g_5-3_1-0_float32", "g_5-4_2-0_float32"]
+    assert names == ["g_0-5_0", "g_0-1_3-5_0", "g_0-2_4-5_0"]
 
 
 @pytest.mark.parametrize("groups", [None, 1, []])

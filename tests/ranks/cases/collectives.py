@@ -420,12 +420,15 @@ def case_errors() -> dict[str, str]:
     rows = tf.ones([2 + rank, 2])
     folded = tf.ones([[2, 6], [2, 2, 3]][rank])
     other_dtype = tf.ones([2], ["int32", "float32"][rank])
+    other_float = ["float64", "float32"][rank]
     equal = [tf.ones([3]), tf.ones([4])]
 
     def gradients(values: list[tf.Tensor], **options: Any) -> Any:
         variables = [tf.Variable(value) for value in values]
         with hvd.DistributedGradientTape(tf.GradientTape(), **options) as tape:
-            loss = tf.add_n([tf.reduce_sum(variable) for variable in variables])
+            loss = tf.add_n(
+                [tf.cast(tf.reduce_sum(variable), tf.float32) for variable in variables]
+            )
         return tape.gradient(loss, variables)
 
     shapes_and_dtypes: dict[str, Callable[[], Any]] = {
@@ -437,6 +440,9 @@ def case_errors() -> dict[str, str]:
         "grouped allreduce, a shape": lambda: hvd.grouped_allreduce([rows, *equal]),
         "grouped allgather, a shape": lambda: hvd.grouped_allgather([tf.transpose(rows), *equal]),
         "grouped reducescatter, a shape": lambda: hvd.grouped_reducescatter([rows, *equal]),
+        "grouped allreduce, equal sums": lambda: hvd.grouped_allreduce([folded, *equal]),
+        "gradients, equal sums": lambda: gradients(equal if rank else equal[::-1]),
+        "gradients, a dtype": lambda: gradients([tf.ones([2], other_float), *equal]),
         "gradients, a shape": lambda: gradients([rows, *equal]),
         "groups of gradients, a shape": lambda: gradients([rows, *equal], groups=1),
         "grouped allreduce dtype": lambda: hvd.grouped_allreduce([other_dtype, other_dtype]),
@@ -457,7 +463,8 @@ def case_errors() -> dict[str, str]:
         "reducescatter uint8": lambda: hvd.reducescatter(tf.ones([2], "uint8")),
     }
     found = {f"{name}, eager": error_of(call) for name, call in shapes_and_dtypes.items()}
-    for name in ("allreduce shape", "grouped allreduce dtype", "broadcast root", "alltoall shape"):
+    graphs = ("allreduce shape", "grouped allreduce dtype", "broadcast root", "alltoall shape")
+    for name in (*graphs, "grouped allreduce, equal sums"):
         found[f"{name}, graph"] = error_of(tf.function(shapes_and_dtypes[name]))
     found["afterwards"] = str(float(hvd.allreduce(1.0, op=hvd.Sum)))
     return found
