@@ -399,21 +399,26 @@ def as_one(
         tensors: Tensors of one dtype.
         collective: Function of one tensor.
     """
-    if len(tensors) == 1:
-        return [collective(tensors[0])]
+    if len(tensors) < 2:
+        return [collective(tensor) for tensor in tensors]
     # Zeros make the lengths differ where the shapes do, also if their sums are equal: Horovod compares the lengths.
-    padding = sum((1 + place) * _shape_code(t) for place, t in enumerate(tensors)) % 61
+    padding = sum((1 + place) * _shape_code(t) for place, t in enumerate(tensors)) % _CODES
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
     flat.append(tf.zeros([padding], tensors[0].dtype))
-    parts = tf.split(collective(tf.concat(flat, axis=0)), [tf.size(part) for part in flat])
+    sizes = [tf.size(part, tf.int64) for part in flat]
+    parts = tf.split(collective(tf.concat(flat, axis=0)), sizes)
     return [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, tensors, strict=False)]
 
 
+_CODES = 61
+
+
 def _shape_code(tensor: tf.Tensor) -> Any:
-    """Return a number that tells shapes of as many elements apart; a tensor if the shape is not known yet."""
+    """Return a number below _CODES that tells shapes of as many elements apart; a tensor if the shape is not known."""
     if tensor.shape.is_fully_defined():
-        return sum((1 + axis) * length for axis, length in enumerate(tensor.shape))
-    return tf.reduce_sum(tf.shape(tensor) * tf.range(1, 1 + tf.rank(tensor)))
+        return sum((1 + axis) * length for axis, length in enumerate(tensor.shape)) % _CODES
+    shape = tf.shape(tensor, tf.int64)
+    return tf.reduce_sum(shape * tf.range(1, 1 + tf.size(shape, tf.int64))) % _CODES
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:

@@ -12,7 +12,7 @@ other ranks would wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -231,7 +231,8 @@ def grouped_allgather(
 ) -> list[tf.Tensor]:
     """Return the allgather of each of `tensors`.
 
-    One by one, because Horovod's grouped operations lose errors: see as_one in collectives/communicator.py.
+    One by one, because Horovod's grouped operations lose errors: see as_one in collectives/communicator.py. In a
+    tf.function, TensorFlow leaves out a collective whose result is not used: use the same ones on every rank.
 
     Args:
         tensors: Arrays, tensors or variables of at least one dimension; only the first dimension may differ by rank.
@@ -245,7 +246,7 @@ def grouped_allgather(
     del ignore_name_scope
     values = [_with_dimensions(_tensor(t), "grouped_allgather") for t in tensors]
     call = _call("grouped_allgather", name, process_set)
-    return _one_by_one(differentiable.allgather, values, call)
+    return list(map(differentiable.allgather, values, _numbered(call, len(values))))
 
 
 def broadcast(
@@ -372,7 +373,7 @@ def grouped_reducescatter(
         compression=compression,
     )
     with on_device(device_dense):
-        return _one_by_one(differentiable.reducescatter, values, call)
+        return list(map(differentiable.reducescatter, values, _numbered(call, len(values))))
 
 
 def join() -> tf.Tensor:
@@ -481,17 +482,6 @@ def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.Inde
         # As in Horovod: fractions must not be truncated before slices of the same index are added up.
         values = tf.cast(values, tf.float64)
     return scaled(tf.IndexedSlices(values, indices, slices.dense_shape), call.factor)
-
-
-def _one_by_one(
-    collective: Callable[[tf.Tensor, Call], tf.Tensor], tensors: Sequence[tf.Tensor], call: Call
-) -> list[tf.Tensor]:
-    results = list(map(collective, tensors, _numbered(call, len(tensors))))
-    if not results:
-        return []
-    # A rank that uses some of the results only must take part in all collectives, and in those of their gradients.
-    with tf.control_dependencies(results):
-        return list(tf.identity_n(results))
 
 
 def _numbered(call: Call, count: int) -> list[Call]:
