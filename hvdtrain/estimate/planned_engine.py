@@ -73,6 +73,7 @@ class SimulatedHorovod:
             "local_size": lambda: self._local,
             "cross_size": lambda: -(-self._ranks // self._local),
             "allreduce": self.allreduce,
+            "grouped_allreduce": self.grouped_allreduce,
             "reducescatter": self.reducescatter,
             "allgather": self.allgather,
             "broadcast": self.broadcast,
@@ -127,6 +128,10 @@ class SimulatedHorovod:
             return tf.identity(tensor, name=COLLECTIVE)
         factor = prescale_factor * postscale_factor * (ranks if op == hvd.Sum else 1)
         return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+
+    def grouped_allreduce(self, tensors: Sequence[Any], **how: Any) -> list[tf.Tensor]:
+        """Return the allreduce of each of `tensors`."""
+        return [self.allreduce(tensor, **how) for tensor in tensors]
 
     def reducescatter(
         self, tensor: Any, process_set: Any = hvd.global_process_set, **others: Any
