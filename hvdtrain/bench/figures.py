@@ -81,9 +81,7 @@ class Findings:
         columns = min(len(panels), COLUMNS) if has_curves else 1
         rows = -(-len(panels) // columns)
         bars = max(sum(one.panel == panel for one in self.figures) for panel in panels)
-        size = (
-            (4 * columns, 3 * rows) if has_curves else (7.5 * columns, (1.2 + 0.36 * bars) * rows)
-        )
+        size = (4 * columns, 3 * rows) if has_curves else (7.5, (1.2 + 0.36 * bars) * rows)
         with drawing(*size, font_size=10) as figure:
             grid = figure.subplots(rows, columns, squeeze=False)
             for axes, panel in zip(grid.flat, panels, strict=False):
