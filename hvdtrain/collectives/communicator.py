@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from horovod.tensorflow import Sum as Sum
 
 from hvdtrain.collectives.anchoring import anchored
 from hvdtrain.collectives.encoding import decode, encode
+from hvdtrain.collectives.packing import as_one
 from hvdtrain.collectives.placement import device_dense
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
@@ -385,40 +386,6 @@ def _like(found: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     """Return `found` with the static shape and the dtype of `tensor`."""
     found.set_shape(tensor.shape)
     return tf.cast(found, tensor.dtype)
-
-
-def as_one(
-    tensors: Sequence[tf.Tensor], collective: Callable[[tf.Tensor], tf.Tensor]
-) -> list[tf.Tensor]:
-    """Return the results for `tensors` of an elementwise collective, to which all their elements are one vector.
-
-    In place of Horovod's grouped operations: they lose the error of a tensor whose shape differs between ranks if
-    another tensor of the group arrives after it, and return what the memory contained.
-
-    Args:
-        tensors: Tensors of one dtype.
-        collective: Function of one tensor.
-    """
-    if len(tensors) < 2:
-        return [collective(tensor) for tensor in tensors]
-    # Zeros make the lengths differ where the shapes do, also if their sums are equal: Horovod compares the lengths.
-    padding = sum((1 + place) * _shape_code(t) for place, t in enumerate(tensors)) % _CODES
-    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
-    flat.append(tf.zeros([padding], tensors[0].dtype))
-    sizes = [tf.size(part, tf.int64) for part in flat]
-    parts = tf.split(collective(tf.concat(flat, axis=0)), sizes)
-    return [tf.reshape(part, tf.shape(t)) for part, t in zip(parts, tensors, strict=False)]
-
-
-_CODES = 61
-
-
-def _shape_code(tensor: tf.Tensor) -> Any:
-    """Return a number below _CODES that tells shapes of as many elements apart; a tensor if the shape is not known."""
-    if tensor.shape.is_fully_defined():
-        return sum((1 + axis) * length for axis, length in enumerate(tensor.shape)) % _CODES
-    shape = tf.shape(tensor, tf.int64)
-    return tf.reduce_sum(shape * tf.range(1, 1 + tf.size(shape, tf.int64))) % _CODES
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:

@@ -40,6 +40,7 @@ from hvdtrain.collectives.compression import (
 )
 from hvdtrain.collectives.error_feedback import Lossy, Memory
 from hvdtrain.collectives.mesh import Position
+from hvdtrain.collectives.packing import bounded_groups, by_dtype
 from hvdtrain.collectives.placement import on_device
 from hvdtrain.collectives.sparse import sum_slices
 from hvdtrain.collectives.step_context import current_step
@@ -223,7 +224,7 @@ class GradientReducer:
         ready = {place: _ready(result[place], how[place]) for place in shared}
         for group in self._groups(shared, variables, ready, how):
             first = group[0]
-            name = f"{prefix}_{runs([positions[place] for place in group])}"
+            name = f"{prefix}_{_runs([positions[place] for place in group])}"
             if isinstance(ready[first], tf.IndexedSlices):
                 result[first] = reduce_sparse(ready[first], name, how[first], variables[first])
                 continue
@@ -288,8 +289,7 @@ class GradientReducer:
         if lossy or self.reduction.op == Adasum:
             return [[place] for place in shared]
         # Not before: other ranks may hold parts of other sizes of a variable that is divided over them.
-        sizes = {place: _size(variables[place], ready[place]) for place in shared}
-        return [bucket for part in parts for bucket in _buckets(part, sizes)]
+        return [bucket for part in parts for bucket in _buckets(part, variables, ready)]
 
 
 def _over_same_ranks(
@@ -303,39 +303,26 @@ def _over_same_ranks(
     return list(parts.values())
 
 
-def _buckets(places: Sequence[int], sizes: Mapping[int, int | None]) -> list[list[int]]:
-    """Return `places` in the order in which a backward pass computes them, those of small neighbours in buckets.
-
-    Args:
-        places: Indices of gradients.
-        sizes: Number of elements of each; None: not known.
-    """
-    buckets: list[list[int]] = []
-    room = 0
-    for place in reversed(places):
-        size = sizes[place]
-        if size is None or size >= SMALL:
-            buckets.append([place])
-            room = 0
-        elif size >= room:
-            buckets.append([place])
-            room = BUCKET - size
-        else:
-            buckets[-1].append(place)
-            room -= size
-    return buckets
+def _buckets(
+    places: Sequence[int], variables: Sequence[Any], gradients: Mapping[int, Gradient]
+) -> list[list[int]]:
+    """Return `places` in the order in which a backward pass computes them, those of small neighbours in buckets."""
+    order = places[::-1]
+    sizes = [_room(variables[place], gradients[place]) for place in order]
+    return [[order[i] for i in bucket] for bucket in bounded_groups(sizes, BUCKET)]
 
 
-def _size(variable: Any, gradient: Gradient) -> int | None:
-    """Return the number of elements of the gradient of `variable`; None: not known, or sparse."""
+def _room(variable: Any, gradient: Gradient) -> int:
+    """Return the number of elements of a small gradient; more than a bucket's for one that is sent alone."""
     # In a graph, other ranks may know another part of a tensor's shape; that of a variable is the same everywhere.
     is_known = isinstance(tf_variable(variable), tf.Variable)
     if not is_known or isinstance(gradient, tf.IndexedSlices):
-        return None
-    return tf.TensorShape(variable.shape).num_elements()
+        return BUCKET + 1
+    elements = tf.TensorShape(variable.shape).num_elements()
+    return elements if elements is not None and elements < SMALL else BUCKET + 1
 
 
-def runs(numbers: Sequence[int]) -> str:
+def _runs(numbers: Sequence[int]) -> str:
     """Return numbers in short and in ascending order: "2_4-6" for 6, 5, 4, 2."""
     found: list[list[int]] = []
     for number in sorted(numbers):
@@ -365,22 +352,13 @@ def _reduce_group(tensors: list[tf.Tensor], name: str, reduction: Reduction) -> 
         wires, contexts = zip(*map(compression.compress, tensors), strict=True)
         found: dict[int, tf.Tensor] = {}
         # Numbered: a dtype that differs between ranks must be an error, not a collective of its own.
-        for number, places in enumerate(_by_dtype(wires)):
+        for number, places in enumerate(by_dtype(wires)):
             parts = [wires[place] for place in places]
             reduced = reduction.process_set.grouped_allreduce(
                 parts, f"{name}_{number}", **_scaling(reduction)
             )
             found |= zip(places, reduced, strict=True)
         return [compression.decompress(found[place], c) for place, c in enumerate(contexts)]
-
-
-def _by_dtype(tensors: Sequence[tf.Tensor]) -> Iterable[list[int]]:
-    """Return the indices of the tensors of each dtype."""
-    found: dict[str, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
-        found.setdefault(tensor.dtype.name, []).append(place)
-    return found.values()
 
 
 def _scaling(reduction: Reduction) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Average, Communicator
+from hvdtrain.collectives.packing import pack, unpack
 from hvdtrain.keras_internals.models import own_non_trainable_variables
 from hvdtrain.keras_internals.variables import row_states, seed_variables, tf_variable, unique
 
@@ -50,18 +51,6 @@ def average_statistics(
     mean = ranks.allreduce(pack(targets, tf.float64), "hvdtrain_statistics", Average)
     for target, part in zip(targets, unpack(mean, targets), strict=True):
         target.assign(part)
-
-
-def pack(values: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
-    """Return all elements of `values` (tensors or variables) as one vector of `dtype`, for a single collective."""
-    return tf.concat([tf.reshape(tf.cast(value, dtype), [-1]) for value in values], axis=0)
-
-
-def unpack(flat: tf.Tensor, values: Sequence[Any]) -> list[tf.Tensor]:
-    """Return the parts of `flat`, a result of `pack(values, ...)`, in the shapes and dtypes of `values`."""
-    parts = tf.split(flat, [value.shape.num_elements() for value in values])
-    pairs = zip(parts, values, strict=True)
-    return [tf.cast(tf.reshape(part, value.shape), value.dtype) for part, value in pairs]
 
 
 def fold_rank_into_seeds(model: keras.Model, rank: int) -> None:

@@ -58,9 +58,10 @@ from horovod.tensorflow import (
 from horovod.tensorflow import join as horovod_join
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
-from hvdtrain.collectives.communicator import Communicator, as_one, ranks_of
+from hvdtrain.collectives.communicator import Communicator, ranks_of
 from hvdtrain.collectives.compression import BF16Compressor, Compression
 from hvdtrain.collectives.error_feedback import refuse_lossy
+from hvdtrain.collectives.packing import as_one
 from hvdtrain.collectives.placement import on_device
 from hvdtrain.collectives.reduction import scaled
 from hvdtrain.collectives.tensor_names import in_this_graph
@@ -231,7 +232,7 @@ def grouped_allgather(
 ) -> list[tf.Tensor]:
     """Return the allgather of each of `tensors`.
 
-    One by one, because Horovod's grouped operations lose errors: see as_one in collectives/communicator.py. In a
+    One by one, because Horovod's grouped operations lose errors: see as_one in collectives/packing.py. In a
     tf.function, TensorFlow leaves out a collective whose result is not used: use the same ones on every rank.
 
     Args:

@@ -21,8 +21,8 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator, LoneRank
 from hvdtrain.collectives.compression import bf16_sum, int8_sum
 from hvdtrain.collectives.mesh import Position
+from hvdtrain.collectives.packing import by_dtype, pack, unpack
 from hvdtrain.collectives.reduction import Reduction
-from hvdtrain.collectives.statistics import pack, unpack
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import distribute
@@ -94,7 +94,7 @@ class Rounds:
             self._outer_step(self._sync, part)
         else:
             variables = [*self._weights, *self._slots]
-            for numbers in _by_dtype(variables):
+            for numbers in _floating_by_dtype(variables):
                 targets = [variables[number] for number in numbers]
                 values = _summed([v.value() for v in targets], part, self._ranks, "float32")
                 _assign(targets, values)
@@ -105,7 +105,7 @@ class Rounds:
 
         Douillard et al. 2023, algorithm 1, line 14, with the change of the weights in place of its negative.
         """
-        for numbers in _by_dtype(self._weights):
+        for numbers in _floating_by_dtype(self._weights):
             own = [self._weights[n].value() - self._begin[n].value() for n in numbers]
             changes = _summed(own, part, self._ranks, sync.exchange)
             for number, change in zip(numbers, changes, strict=True):
@@ -233,13 +233,9 @@ def trained_alone(optimizer: Any, reduction: Reduction) -> Any:
     return distribute(optimizer, Reduction(process_set=rank))
 
 
-def _by_dtype(variables: Sequence[tf.Variable]) -> list[list[int]]:
+def _floating_by_dtype(variables: Sequence[tf.Variable]) -> list[list[int]]:
     """Return the places of the floating-point variables in `variables`, grouped by dtype."""
-    found: dict[str, list[int]] = {}
-    for number, variable in enumerate(variables):
-        if variable.dtype.is_floating:
-            found.setdefault(variable.dtype.name, []).append(number)
-    return list(found.values())
+    return [places for places in by_dtype(variables) if variables[places[0]].dtype.is_floating]
 
 
 def _summed(

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.collectives.packing import bounded_groups
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.zero import gathered_state, scatter_state, state_names
-from hvdtrain.parallel.zero.partition import Partition, bounded_groups
+from hvdtrain.parallel.zero.partition import Partition
 
 
 @given(st.lists(st.integers(0, 7), max_size=3), st.integers(1, 9))

@@ -7,7 +7,6 @@ reducescatter, so nothing is padded. A variable with fewer elements than there a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +45,3 @@ class Partition:
     def of(self, flat: Any) -> Any:
         """Return the part of `flat`, an array or tensor of shape (elements,)."""
         return flat[self.begin : self.begin + self.size]
-
-
-def bounded_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Group the indices of `sizes`, in order, so that each group's sum is at most `limit` or it has one member."""
-    groups: list[list[int]] = []
-    total = 0
-    for place, size in enumerate(sizes):
-        if not groups or total + size > limit:
-            groups.append([])
-            total = 0
-        groups[-1].append(place)
-        total += size
-    return groups

@@ -25,6 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator, ranks_of
+from hvdtrain.collectives.packing import bounded_groups
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
@@ -35,7 +36,6 @@ from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, 
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable, variable_name
 from hvdtrain.parallel.state_layout import optimizer_pieces
-from hvdtrain.parallel.zero.partition import bounded_groups
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
 _ACCUMULATOR = "gradient_accumulator"
