@@ -125,7 +125,7 @@ def _curves(axes: Axes, found: Sequence[Figure]) -> None:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _short(count: int) -> str:

@@ -6,24 +6,23 @@ object, and the path of the report. The report is a file because launchers cut a
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hvdtrain.errors import EngineError
-from hvdtrain.launch.running.timed_command import end_all, run
+from hvdtrain.launch.running.timed_command import run
 
 Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
 """Function that returns the argv to run a script with its arguments on the given number of ranks."""
-
-Result = TypeVar("Result")
 TIMEOUT_SECONDS = 400
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 """Variables that set the number of threads of a process."""
@@ -32,6 +31,10 @@ ONE_THREAD = {
     # Hide TensorFlow's messages.
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+MISSED = 0.07
+"""Largest probability that `interval` does not contain the median."""
+NOISY = 0.1
+"""Width of the interval, relative to the median, from which on a ratio says little."""
 LINES = 15
 """Number of lines of each output stream in the message about a failure."""
 
@@ -64,6 +67,29 @@ def medians(passes: Sequence[Comparison]) -> tuple[float, float, float]:
     )
 
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return bounds of the median of which `values` are samples, with a probability of at least 93 %.
+
+    They are order statistics, whatever the distribution (Conover 1999, Practical Nonparametric Statistics, section
+    3.2): the k-th lowest and the k-th highest, of n >= 5, miss the median with a probability of twice that of fewer
+    than k heads in n tosses. Fewer values have no such bounds: then they are the lowest and the highest.
+    """
+    found, count = sorted(values), len(values)
+    missed = itertools.accumulate(2 * math.comb(count, heads) / 2**count for heads in range(count))
+    k = max(1, sum(chance <= MISSED for chance in missed))
+    return found[k - 1], found[-k]
+
+
+def in_passes(values: Sequence[float]) -> str:
+    """Return the median of a ratio over the passes, with its bounds, and whether these are too far apart."""
+    median = statistics.median(values)
+    if len(values) == 1:
+        return f"{median:.3f}"
+    low, high = interval(values)
+    noise = "; too noisy to tell" if high - low > NOISY * median else ""
+    return f"{median:.3f} ({low:.3f} to {high:.3f}{noise})"
+
+
 def run_measurement(
     launch: Launch,
     np: int,
@@ -87,20 +113,32 @@ def run_measurement(
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         file = Path(folder, "report.json")
-        command = launch(np, script, (json.dumps(options), str(file)))
-        environ = {**os.environ, **ONE_THREAD, **(environment or {})}
-        done = run(command, limit=limit, environ=environ)
-        assert done is not None, "this Python has gone"
-        if done.returncode is None:
-            raise EngineError(
-                f"The measurement took longer than {limit:.0f} s: {' '.join(command)}"
-            )
-        if done.returncode or not file.exists():
-            raise EngineError(
-                f"The measurement failed (exit code {done.returncode}): {' '.join(command)}\n"
-                f"{done.last_lines(LINES)}"
-            )
+        run_script(launch, np, script, (json.dumps(options), str(file)), environment, limit)
+        if not file.exists():
+            raise EngineError(f"The measurement wrote no report: {script.name} {options}")
         return dict(json.loads(file.read_text()))
+
+
+def run_script(
+    launch: Launch,
+    np: int,
+    script: Path,
+    arguments: tuple[str, ...],
+    environment: Mapping[str, str] | None,
+    limit: float,
+) -> None:
+    """Run `script` on ranks of one thread each; see `run_measurement`."""
+    command = launch(np, script, arguments)
+    environ = {**os.environ, **ONE_THREAD, **(environment or {})}
+    done = run(command, limit=limit, environ=environ)
+    assert done is not None, "this Python has gone"
+    if done.returncode is None:
+        raise EngineError(f"The measurement took longer than {limit:.0f} s: {' '.join(command)}")
+    if done.returncode:
+        raise EngineError(
+            f"The measurement failed (exit code {done.returncode}): {' '.join(command)}\n"
+            f"{done.last_lines(LINES)}"
+        )
 
 
 def report(measure: Callable[..., dict[str, Any] | None]) -> None:
@@ -118,16 +156,6 @@ def report(measure: Callable[..., dict[str, Any] | None]) -> None:
 def horovodrun(np: int, controller: str) -> list[str]:
     """Return the argv that starts a command with plain horovodrun on `np` ranks over "mpi" or "gloo"."""
     return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(np), f"--{controller}"]
-
-
-def at_once(measure: Callable[[int], Result], number: int) -> list[Result]:
-    """Return what `measure` returns for each number from 0, all measured at the same time."""
-    with ThreadPoolExecutor(number) as pool:
-        try:
-            return list(pool.map(measure, range(number)))
-        except BaseException:
-            end_all()  # Otherwise the pool waits for running measurements.
-            raise
 
 
 def take_core(local_rank: int, count: int = 1) -> None:

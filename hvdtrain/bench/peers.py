@@ -1,8 +1,9 @@
-"""Measures the throughput of other ways to train on the same cores, and of hvdtrain, in turn.
+"""Measures the throughput of other ways to train on the same cores, and of hvdtrain.
 
-All train the same network on the same global batch, held in memory, with SGD and momentum: one process of Keras on one
-core (with its share of the batch) and on all cores, MirroredStrategy, Horovod's own optimizer on tf-keras, started by
-plain horovodrun, and PyTorch's DistributedDataParallel. Ways that are not installed are left out.
+Each way trains in turns with one process of Keras on all cores, so that their ratio hardly depends on the machine's
+varying speed. All train the same network on the same global batch, held in memory, with SGD and momentum: Keras on one
+core (with its share of the batch), MirroredStrategy, Horovod's own optimizer on tf-keras, started by plain horovodrun,
+and PyTorch's DistributedDataParallel. Ways that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -10,20 +11,16 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import scaling, torch_peer
-from hvdtrain.bench.measurement import (
-    THREADS,
-    Launch,
-    report,
-    run_measurement,
-    take_core,
-)
-from hvdtrain.bench.scaling import ROUNDS, Timing, time_rounds, training_step
+from hvdtrain.bench.measurement import THREADS, Comparison, Launch, take_core
+from hvdtrain.bench.scaling import training_step
+from hvdtrain.bench.turns import Job, Training, in_turns, keep_mpi, serve, take_turns
+from hvdtrain.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -53,40 +50,60 @@ WAYS = {
     "keras": Way("hvdtrain.keras", True, "each"),
     "trainer": Way("hvdtrain.Trainer", True, "each"),
 }
-"""Name for `time_peer` or `scaling.time_training` -> way."""
+"""Name for `build` or `scaling.build` -> way."""
+REFERENCE = "threads"
+"""The way with which each other takes turns."""
 
 
 def measure_peers(
-    model: str, batch_size: int, passes: int, size: int, launch: Launch, plain_horovodrun: Launch
-) -> Iterator[Mapping[str, float]]:
-    """Yield the examples per second of each way that is installed, for each pass.
+    model: str,
+    batch_size: int,
+    passes: int,
+    size: int,
+    launch: Launch,
+    plain_horovodrun: Launch,
+) -> Iterator[tuple[str, list[Comparison] | EngineError]]:
+    """Yield the examples per second of the reference and of each other way that is installed, in each pass.
+
+    Another framework that fails is left out: its error takes the place of its figures.
 
     Args:
         model: Name of a network in bench.networks.
         batch_size: Number of examples per core.
-        passes: Number of passes.
+        passes: Number of passes: a turn of the reference, and one of the other.
         size: Number of cores, and of ranks.
         launch: See `measurement.Launch`.
         plain_horovodrun: A Launch that starts ranks with plain horovodrun.
 
     Raises:
-        EngineError: If a measurement failed.
+        EngineError: If a way of Keras or hvdtrain failed.
     """
-    ways = {name: way for name, way in WAYS.items() if importlib.util.find_spec(way.needs)}
 
-    def rate(name: str, way: Way) -> float:
-        modules = {"torch": torch_peer.__file__, **dict.fromkeys(_BUILD, __file__)}
+    def job(name: str) -> Job:
+        way = WAYS[name]
+        modules = {"torch": torch_peer.__file__, **dict.fromkeys(("horovod", *_BUILD), __file__)}
         script = Path(modules.get(name, scaling.__file__))
-        options = {"way": name, "name": model, "batch_size": batch_size, "rounds": ROUNDS}
+        options = {"way": name, "name": model, "batch_size": batch_size}
         if way.cores == "all":
             options["batch_size"], options["cores"] = batch_size * size, size
         ranks = size if way.cores == "each" else 1
-        start = {"horovod": plain_horovodrun, "torch": torchrun}.get(name, launch)
-        found = run_measurement(start, ranks, script, options, _environment(name, way, size))
-        return Timing(found["step_seconds"], found["examples"]).rate
+        begin = {"horovod": plain_horovodrun, "torch": torchrun}.get(name, launch)
+        return start(begin, ranks, script, options, _environment(name, way, size))
 
-    for _ in range(passes):
-        yield {name: rate(name, way) for name, way in ways.items()}
+    with in_turns() as start:
+        reference = job(REFERENCE)
+        for name, way in WAYS.items():
+            if name != REFERENCE and importlib.util.find_spec(way.needs):
+                try:
+                    other = job(name)
+                    turns = [take_turns(reference) + take_turns(other) for _ in range(passes)]
+                except EngineError as error:
+                    if way.needs == "keras":
+                        raise
+                    yield name, error
+                    continue
+                other.end()
+                yield name, [Comparison(*(turn.rate for turn in both)) for both in turns]
 
 
 def torchrun(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
@@ -101,36 +118,26 @@ def _environment(name: str, way: Way, size: int) -> dict[str, str]:
     return {"TF_USE_LEGACY_KERAS": "1"} if name == "horovod" else {}
 
 
-def time_peer(
-    way: str, name: str, batch_size: int, rounds: int, cores: int = 1
-) -> dict[str, Any] | None:
-    """Time a process on several cores, or a rank.
+def build(way: str, name: str, batch_size: int, cores: int = 1) -> Training:
+    """Build what a process on several cores, or a rank, trains.
 
     Args:
         way: Name of a way, in WAYS.
         name: Name of a network in bench.networks.
         batch_size: Number of examples per process.
-        rounds: Number of timed rounds.
         cores: Number of cores of the process.
-
-    Returns:
-        On rank 0: "step_seconds" of each round, "examples" per step, and the last "loss". None on other ranks.
     """
-    step, rank, size = _BUILD[way](name, batch_size, cores)
-    times, loss = time_rounds(step, rounds)
-    examples = batch_size * size
-    return {"step_seconds": times, "examples": examples, "loss": loss} if rank == 0 else None
+    if way == "horovod":
+        return _horovod(name, batch_size)
+    return Training(_BUILD[way](name, batch_size, cores), 0, batch_size)
 
 
-_Built = tuple[Callable[[], float], int, int]
-
-
-def _threads(name: str, batch_size: int, cores: int) -> _Built:
+def _threads(name: str, batch_size: int, cores: int) -> Callable[[], float]:
     take_core(0, cores)
-    return training_step("plain", name, batch_size, 0, 1), 0, 1
+    return training_step("plain", name, batch_size, 0, 1)
 
 
-def _mirrored(name: str, batch_size: int, cores: int) -> _Built:
+def _mirrored(name: str, batch_size: int, cores: int) -> Callable[[], float]:
     import keras
     import tensorflow as tf
 
@@ -156,10 +163,11 @@ def _mirrored(name: str, batch_size: int, cores: int) -> _Built:
         )
 
     batches = itertools.repeat((part(x), part(y)))
-    return lambda: float(model.train_function(batches)["loss"]), 0, 1
+    return lambda: float(model.train_function(batches)["loss"])
 
 
-def _horovod(name: str, batch_size: int, cores: int) -> _Built:
+def _horovod(name: str, batch_size: int) -> Training:
+    keep_mpi()
     import horovod.tensorflow.keras as hvd
     import tensorflow as tf
     import tf_keras
@@ -173,11 +181,17 @@ def _horovod(name: str, batch_size: int, cores: int) -> _Built:
     model.compile(optimizer, loss(tf_keras), jit_compile=False)
     function = model.make_train_function()
     batches = itertools.repeat(tuple(map(tf.constant, examples(model, batch_size, hvd.rank()))))
-    return lambda: float(function(batches)["loss"]), hvd.rank(), hvd.size()
+    return Training(
+        lambda: float(function(batches)["loss"]),
+        hvd.rank(),
+        batch_size * hvd.size(),
+        resume=hvd.init,
+        pause=hvd.shutdown,
+    )
 
 
-_BUILD = {"threads": _threads, "mirrored": _mirrored, "horovod": _horovod}
+_BUILD = {"threads": _threads, "mirrored": _mirrored}
 
 
 if __name__ == "__main__":
-    report(time_peer)
+    serve(build)

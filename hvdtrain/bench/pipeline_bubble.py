@@ -1,35 +1,27 @@
-"""Measures the pipeline's bubble: s stages on one core each, against one stage on one core, in the same micro-batches.
+"""Measures the pipeline's bubble: s stages on one core each, in turns with one stage on one core.
 
 With m micro-batches and stages of equal work, 1F1B takes (m + s - 1) / m of the ideal time of s cores that never wait
 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). The ideal is the step time of one core, which runs the same
-program with a single stage, divided by s. Cores that share memory are slower when all of them work, so this is also
-measured with s such programs at once, which do not know of each other: no pipeline can be faster than
-(m + s - 1) / m times that.
+program with a single stage, divided by s. Cores that share memory are slower when all of them work, and TensorFlow
+takes as long to call a few layers as many. So the time of s stages without neighbours is measured, too: each trains its
+share of the layers by itself, on its core, all at once. No pipeline can be faster than (m + s - 1) / m times that. All
+compute the same micro-batches.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.bench.measurement import (
-    Comparison,
-    Launch,
-    at_once,
-    report,
-    run_measurement,
-    take_core,
-)
+from hvdtrain.bench.measurement import Comparison, Launch, take_core
+from hvdtrain.bench.turns import Job, Training, in_turns, keep_mpi, serve, take_turns
 
-ROUNDS = 3
-SECONDS = 0.7
-"""Target duration of one timed round."""
+LAYERS = 4
+"""Number of layers of a stage."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +29,15 @@ class Bubble(Comparison):
     """Seconds per step in one pass: ideal (`reference`) and `measured`.
 
     Attributes:
-        together: The ideal if all cores work at once.
+        apart: Those of stages without neighbours, all at once.
     """
 
-    together: float
+    apart: float
 
     @property
-    def of_machine(self) -> float:
-        """`measured` / `together`."""
-        return self.measured / self.together
+    def of_stages(self) -> float:
+        """`measured` / `apart`."""
+        return self.measured / self.apart
 
 
 def measure_bubble(
@@ -55,12 +47,12 @@ def measure_bubble(
     batch_size: int,
     passes: int,
     launch: Launch,
-) -> Iterator[dict[int, Bubble]]:
-    """Yield the seconds per step of each pass by number of micro-batches.
+) -> Iterator[tuple[int, list[Bubble]]]:
+    """Yield the seconds per step in each pass, for each number of micro-batches.
 
     Args:
         counts: Numbers of micro-batches.
-        stages: Number of pipeline stages, of four dense layers each.
+        stages: Number of pipeline stages, of LAYERS dense layers each.
         width: Width of the layers.
         batch_size: Number of examples per step.
         passes: Number of passes.
@@ -69,26 +61,25 @@ def measure_bubble(
     Raises:
         EngineError: If a measurement failed.
     """
-    options = {
-        "counts": list(counts),
-        "layers": 4 * stages,
-        "width": width,
-        "batch_size": batch_size,
-    }
+    options = {"width": width, "batch_size": batch_size}
+    with in_turns() as start:
 
-    def seconds(ranks: int, core: int = 0) -> list[float]:
-        found = run_measurement(launch, ranks, Path(__file__), {**options, "core": core})
-        return [statistics.median(rounds) for rounds in found["seconds"]]
+        def job(ranks: int, count: int, layers: int, core: int = 0) -> Job:
+            given = {**options, "count": count, "layers": layers, "core": core}
+            return start(launch, ranks, Path(__file__), given)
 
-    for _ in range(passes):
-        alone = seconds(1)
-        apart = zip(*at_once(lambda core: seconds(1, core), stages), strict=True)
-        yield {
-            count: Bubble(one / stages, measured, max(several) / stages)
-            for count, one, measured, several in zip(
-                counts, alone, seconds(stages), apart, strict=True
-            )
-        }
+        for count in counts:
+            whole, pipeline = (job(ranks, count, LAYERS * stages) for ranks in (1, stages))
+            apart = [job(1, count, LAYERS, core) for core in range(stages)]
+            yield count, [_bubble(whole, apart, pipeline) for _ in range(passes)]
+            for one in (whole, *apart, pipeline):
+                one.end()
+
+
+def _bubble(whole: Job, apart: Sequence[Job], pipeline: Job) -> Bubble:
+    (ideal,), (measured,) = take_turns(whole), take_turns(pipeline)
+    slowest = max(turn.step_seconds for turn in take_turns(*apart))
+    return Bubble(ideal.step_seconds / len(apart), measured.step_seconds, slowest)
 
 
 def theory(micro_batches: int, stages: int) -> float:
@@ -96,27 +87,25 @@ def theory(micro_batches: int, stages: int) -> float:
     return (micro_batches + stages - 1) / micro_batches
 
 
-def time_stage(
-    counts: Sequence[int], layers: int, width: int, batch_size: int, core: int
-) -> dict[str, list[list[float]]] | None:
-    """Time the steps of one stage, on the core of this number or, of several stages, on the rank's.
+def build(count: int, layers: int, width: int, batch_size: int, core: int) -> Training:
+    """Build what one stage trains, in `count` micro-batches.
 
-    Rank 0 returns the seconds per step of each round, for each of `counts`.
+    Of a stage without neighbours, `core` is the index of its core among those that it may use.
     """
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.rank_variables import size_of
-    from hvdtrain.runtime import init, load_horovod
+    from hvdtrain.runtime import init, shutdown
 
+    keep_mpi()
     stages = size_of(os.environ)
-    rank = init(mesh=Mesh(pipeline=stages))
+    start = partial(init, mesh=Mesh(pipeline=stages))
+    rank = start()
     take_core(rank.local_rank + core)
-    seconds = [
-        _time(_step(stages, count, layers, width, batch_size), load_horovod()) for count in counts
-    ]
-    return {"seconds": seconds} if rank.is_first else None
+    step = _step(stages, count, layers, width, batch_size)
+    return Training(step, rank.rank, batch_size, resume=start, pause=shutdown)
 
 
-def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> Callable[[], Any]:
+def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> Callable[[], float]:
     """Return a function that trains one step."""
     import keras
     import numpy as np
@@ -146,28 +135,13 @@ def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> 
     steps = trainer.steps
     assert steps is not None
     share = Share((tf.constant(x), tf.constant(x)), batch_size, batch_size, 0, None)
-    return lambda: steps.train([share])
 
+    def step() -> float:
+        steps.train([share])
+        return math.nan  # Only the last stage knows the loss.
 
-def _time(step: Callable[[], Any], hvd: Any) -> list[float]:
-    """Warm up, then return the seconds per step of each round; all ranks run the same number of steps."""
-    import tensorflow as tf
-
-    step()
-    begin = time.perf_counter()
-    step()
-    wanted = max(2, round(SECONDS / (time.perf_counter() - begin)))
-    count = int(hvd.broadcast(tf.constant(wanted), 0, name="bench_steps"))
-    found = []
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(count):
-            step()
-        found.append((time.perf_counter() - begin) / count)
-    # Wait for all stages: the first to exit would shut Horovod down.
-    hvd.allreduce(tf.constant(0.0), name="bench_end")
-    return found
+    return step
 
 
 if __name__ == "__main__":
-    report(time_stage)
+    serve(build)

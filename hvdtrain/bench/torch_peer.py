@@ -7,21 +7,20 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.bench.measurement import report, take_core
-from hvdtrain.bench.scaling import time_rounds
+from hvdtrain.bench.measurement import take_core
+from hvdtrain.bench.turns import Training, serve
 
 TOKENS, VOCABULARY = 64, 256
 """As in networks.py, which imports Keras."""
 
 
-def time_torch(way: str, name: str, batch_size: int, rounds: int) -> dict[str, Any] | None:
-    """Time one process of those that torchrun has started; see `scaling.time_training`.
+def build(way: str, name: str, batch_size: int) -> Training:
+    """Build what one process of those that torchrun has started trains; see `scaling.build`.
 
     Args:
         way: Not used: there is one.
         name: Name of a network in `networks()`.
         batch_size: Number of examples per process.
-        rounds: Number of timed rounds.
     """
     import torch
     from torch.nn.parallel import DistributedDataParallel
@@ -45,16 +44,7 @@ def time_torch(way: str, name: str, batch_size: int, rounds: int) -> dict[str, A
         optimizer.step()
         return float(loss.detach())
 
-    def same_everywhere(steps: int) -> int:
-        least = torch.tensor(steps)
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
-        return int(least)
-
-    times, loss = time_rounds(step, rounds, same_everywhere)
-    torch.distributed.destroy_process_group()
-    if rank:
-        return None
-    return {"step_seconds": times, "examples": batch_size * size, "loss": loss}
+    return Training(step, rank, batch_size * size)
 
 
 def examples(name: str, count: int) -> tuple[Any, Any]:
@@ -169,4 +159,4 @@ def networks() -> dict[str, Callable[[], Any]]:
 
 
 if __name__ == "__main__":
-    report(time_torch)
+    serve(build)

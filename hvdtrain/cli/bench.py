@@ -12,10 +12,10 @@ import click
 from hvdtrain.bench.bandwidth import FACTORS, RAW, SIZES, Timing, measure_collectives
 from hvdtrain.bench.figures import Figure
 from hvdtrain.bench.input import KINDS, measure_input, write_files
-from hvdtrain.bench.measurement import Comparison, medians
+from hvdtrain.bench.measurement import Comparison, in_passes, medians
 from hvdtrain.bench.measurement import horovodrun as plain_horovodrun
-from hvdtrain.bench.peers import WAYS, measure_peers
-from hvdtrain.bench.pipeline_bubble import Bubble, measure_bubble, theory
+from hvdtrain.bench.peers import REFERENCE, WAYS, measure_peers
+from hvdtrain.bench.pipeline_bubble import LAYERS, Bubble, measure_bubble, theory
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.slow_link import GOALS, SlowTraining, measure_slow_link
 from hvdtrain.bench.slow_link import WAYS as SYNC_WAYS
@@ -32,6 +32,7 @@ from hvdtrain.cli.bench_options import (
     pair,
     workers,
 )
+from hvdtrain.errors import EngineError
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.running.timed_command import ending_commands
 
@@ -85,10 +86,9 @@ def scaling(
     click.echo(f"medians of {passes}, and of the workers' rate to each in the same pass:")
     for key, name in names.items():
         rate = statistics.median(getattr(one, key) for one in done)
-        ratio = statistics.median(one.ranks / getattr(one, key) for one in done)
-        click.echo(f"  {name:35} {rate:8,.0f} examples/s {ratio:6.3f}")
-    scaling = statistics.median(one.scaling(one.ranks) for one in done)
-    click.echo(f"scaling: {scaling:.3f} of perfect")
+        ratio = in_passes([one.ranks / getattr(one, key) for one in done])
+        click.echo(f"  {name:35} {rate:8,.0f} examples/s {ratio}")
+    click.echo(f"scaling: {in_passes([one.scaling(one.ranks) for one in done])} of perfect")
     figures = (
         Figure(name, tuple(getattr(one, key) for one in done)) for key, name in names.items()
     )
@@ -108,8 +108,8 @@ def peers(
 ) -> None:  # fmt: skip
     """Throughput of hvdtrain against other ways to train on the same N cores.
 
-    One Keras process, MirroredStrategy, and Horovod's own optimizer on tf-keras if that is installed. All train the
-    same network on the same global batch. A pass takes about two minutes.
+    Keras without workers, MirroredStrategy and, if installed, Horovod's own optimizer on tf-keras and PyTorch. All
+    train the same network on the same global batch, each in turns with one Keras process on all cores.
     """
     batch_size = batch_size or BATCH_SIZES[model]
     launch, chosen = launcher(controller)
@@ -118,22 +118,27 @@ def peers(
     def plain(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
         return [*plain_horovodrun(np, chosen), sys.executable, str(script), *arguments]
 
-    done = []
-    for one in measure_peers(model, batch_size, passes, np, launch, plain):
-        done.append(one)
-        click.echo("  " + ", ".join(f"{name} {rate:,.0f}" for name, rate in one.items()))
-    rates = {name: statistics.median(one[name] for one in done) for name in done[0]}
-    click.echo(f"medians of {passes}, examples/s:")
-    names = sorted(rates, key=rates.__getitem__, reverse=True)
+    done: dict[str, list[Comparison]] = {}
+    for name, turns in measure_peers(model, batch_size, passes, np, launch, plain):
+        if isinstance(turns, EngineError):
+            click.echo(f"  left out: {WAYS[name].title}. {turns}")
+            continue
+        done[name] = turns
+        reference, rate, _ = medians(turns)
+        click.echo(f"  {WAYS[name].title}: {rate:,.0f} examples/s; in turns with {reference:,.0f}")
+    ratios = {name: [one.ratio for one in turns] for name, turns in done.items()}
+    ratios[REFERENCE] = [1.0]
+    names = sorted(ratios, key=lambda name: statistics.median(ratios[name]), reverse=True)
+    alone = statistics.median(one.reference for turns in done.values() for one in turns)
+    click.echo(
+        f"medians of {passes}, as a fraction of one process on all cores ({alone:,.0f} examples/s):"
+    )
     for name in names:
-        rate = rates[name]
-        click.echo(f"  {WAYS[name].title:45} {rate:10,.0f}  {rate / rates['threads']:.2f}")
-    if rates["threads"] >= max(rate for name, rate in rates.items() if WAYS[name].ours):
-        click.echo(
-            "one process on all cores is at least as fast here: train this network without workers"
-        )
-    bars = (Figure(WAYS[name].title, tuple(one[name] for one in done)) for name in names)
-    finish(context, title, "examples/s", bars)
+        click.echo(f"  {WAYS[name].title:45} {in_passes(ratios[name])}")
+    if not WAYS[names[0]].ours:
+        click.echo(f"fastest here: {WAYS[names[0]].title}")
+    bars = (Figure(WAYS[name].title, tuple(ratios[name])) for name in names)
+    finish(context, title, "examples/s, as a fraction of one process on all cores", bars)
 
 
 @bench.command()
@@ -208,35 +213,30 @@ def pipeline(
 ) -> None:  # fmt: skip
     """Step time of pipeline stages.
 
-    With s stages of one core each and m micro-batches, the schedule alone takes (m + s - 1) / m of the ideal time.
+    With s stages of one core each and m micro-batches, the schedule alone takes (m + s - 1) / m of the ideal time:
+    1 / s of that of one stage with all layers; or of the time of stages alone, without neighbours.
     """
     launch, chosen = launcher(controller)
     title = announce(
-        f"{4 * stages} dense layers of {width}, batch {batch_size}, {stages} stages over {chosen}"
+        f"{LAYERS * stages} dense layers of {width}, batch {batch_size}, {stages} stages over {chosen}"
     )
-    done: list[dict[int, Bubble]] = []
-    for one in measure_bubble(counts, stages, width, batch_size, passes, launch):
-        done.append(one)
-        ratios = "   ".join(f"m={count} {found.ratio:.3f}" for count, found in one.items())
-        click.echo(f"  step time / ideal: {ratios}")
-    click.echo(
-        f"medians of {passes}: m, ideal ms, measured ms, measured / ideal, measured / ideal on {stages} busy cores, "
-        "(m + s - 1) / m"
-    )
-    for count in counts:
-        ideal, seconds, ratio = medians([one[count] for one in done])
-        of_machine = statistics.median(one[count].of_machine for one in done)
-        click.echo(
-            f"  {count:3d} {1e3 * ideal:9.1f} {1e3 * seconds:9.1f} {ratio:9.3f} {of_machine:9.3f} "
-            f"{theory(count, stages):9.3f}"
+    click.echo("m: (m + s - 1) / m; step time / ideal; step time / that of stages alone; ms")
+    done: dict[int, list[Bubble]] = {}
+    for count, passed in measure_bubble(counts, stages, width, batch_size, passes, launch):
+        done[count] = passed
+        ratios, of_stages = (
+            [getattr(one, name) for one in passed] for name in ("ratio", "of_stages")
         )
-    curves = [Figure("measured", tuple(one[m].ratio for one in done), x=m) for m in counts]
-    curves += [
-        Figure("of the ideal on busy cores", tuple(one[m].of_machine for one in done), x=m)
-        for m in counts
+        milliseconds = 1e3 * medians(passed)[1]
+        cells = (f"{theory(count, stages):.3f}", in_passes(ratios), in_passes(of_stages))
+        click.echo(f"  {count:3d}: {'; '.join(cells)}; {milliseconds:.1f}")
+    curves = [
+        Figure(name, tuple(getattr(one, figure) for one in passed), x=count)
+        for name, figure in (("of the ideal", "ratio"), ("of that of stages alone", "of_stages"))
+        for count, passed in done.items()
     ]
     curves += [Figure("schedule alone", (theory(m, stages),), x=m) for m in counts]
-    finish(context, title, "step time / ideal", curves, "micro-batches")
+    finish(context, title, "step time, as a ratio", curves, "micro-batches")
 
 
 @bench.command(name="input")
@@ -276,8 +276,8 @@ def read(
                     f"  {kind}: one {one.reference:7,.0f} examples/s, {np} workers {one.measured:7,.0f}; "
                     f"ratio {one.ratio:.3f}"
                 )
-            _, _, ratio = medians(done)
-            click.echo(f"  {kind}: median of {passes}: ratio {ratio:.3f}")
+            ratio = in_passes([one.ratio for one in done])
+            click.echo(f"  {kind}: median of {passes}: ratio {ratio}")
             bars += pair("one worker", f"{np} workers", done, kind)
     finish(context, title, "examples/s", bars)
 

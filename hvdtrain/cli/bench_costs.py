@@ -10,7 +10,7 @@ import click
 
 from hvdtrain.bench.checkpoint_cost import CheckpointCost, measure_checkpoint_cost
 from hvdtrain.bench.figures import Figure
-from hvdtrain.bench.measurement import Comparison, medians
+from hvdtrain.bench.measurement import Comparison, in_passes, medians
 from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
 from hvdtrain.bench.overhead import DATA, measure_overhead
 from hvdtrain.bench.startup import measure_startup
@@ -108,9 +108,10 @@ def overhead(
     for model in models or SMALL:
         for kind in kinds or DATA:
             done = measure_overhead(model, kind, BATCH_SIZES[model], np, passes, launch, adopt)
-            fit, trainer, ratio = medians(done)
+            fit, trainer, _ = medians(done)
+            ratio = in_passes([one.ratio for one in done])
             click.echo(
-                f"  {model:>8}, {kind:>7}: fit {fit:7.2f} ms, Trainer {trainer:7.2f} ms; ratio {ratio:.3f}"
+                f"  {model:>8}, {kind:>7}: fit {fit:7.2f} ms, Trainer {trainer:7.2f} ms; ratio {ratio}"
             )
             bars += pair("fit", "Trainer", done, f"{model}, {kind}")
     finish(context, title, "ms per step", bars)
@@ -156,11 +157,11 @@ def checkpoints(
             f"{1e3 * one.wait:.1f} ms for a checkpoint; a copy {1e3 * one.copy:.1f} ms, "
             f"into warm memory {1e3 * one.copy_again:.1f} ms"
         )
-    _, _, ratio = medians([one.steps for one in done])
+    ratio = in_passes([one.steps.ratio for one in done])
     median = statistics.median
     cost = 1e3 * every * median(one.steps.measured - one.steps.reference for one in done)
     click.echo(
-        f"medians of {passes}: ratio {ratio:.3f}; {cost:.1f} ms for a checkpoint of {done[0].bytes / 1e6:.1f} MB; "
+        f"medians of {passes}: ratio {ratio}; {cost:.1f} ms for a checkpoint of {done[0].bytes / 1e6:.1f} MB; "
         f"a step waits {median(one.wait / one.copy for one in done):.2f} times as long as one copy in memory takes"
     )
     times = {

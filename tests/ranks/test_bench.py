@@ -5,24 +5,48 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from launch import launch
+from launch import ENVIRONMENT, launch, launcher
 
-from hvdtrain.bench import bandwidth, scaling
+from hvdtrain.bench import bandwidth, pipeline_bubble, scaling, turns
+
+
+def two_turns(
+    module: Any, options: dict[str, Any], over: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[turns.Turn, turns.Turn]:
+    """Return two turns of two ranks; Horovod is shut down between them."""
+    monkeypatch.setattr(turns, "SECONDS", 0.2)
+
+    def ranks(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
+        return [*launcher(np, over), sys.executable, str(script), *arguments]
+
+    with turns.in_turns() as start:
+        job = start(ranks, 2, Path(module.__file__), options, ENVIRONMENT)
+        first, second = [turns.take_turns(job)[0] for _ in range(2)]
+    assert len(first.seconds) == len(second.seconds) == job.steps
+    return first, second
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "steps"), [("trainer", None), ("tcp", 20), ("mpi", 20)])
-def test_scaling_by(way: str, steps: int | None, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    options = {"way": way, "name": "mnist", "batch_size": 4, "rounds": 1, "steps": steps}
-    ran = launch([sys.executable, scaling.__file__, json.dumps(options), str(report)])
-    assert ran.returncode == 0, ran.output
-    found = json.loads(report.read_text())
-    assert found["examples"] == 8
-    assert found["loss"] < np.log(10), "ten classes, guessed"
+@pytest.mark.parametrize(
+    ("way", "over"), [("trainer", "gloo"), ("keras", "mpi"), ("tcp", "gloo"), ("mpi", "mpi")]
+)
+def test_scaling_by(way: str, over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"way": way, "name": "mnist", "batch_size": 4}
+    first, second = two_turns(scaling, options, over, monkeypatch)
+    assert first.examples == second.examples == 8
+    assert second.loss < first.loss < np.log(10), "ten classes, guessed"
+
+
+@pytest.mark.slow
+def test_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"count": 2, "layers": 4, "width": 8, "batch_size": 16, "core": 0}
+    for turn in two_turns(pipeline_bubble, options, "mpi", monkeypatch):
+        assert turn.examples == 16
+        assert 0 < turn.step_seconds < 1
 
 
 @pytest.mark.slow
