@@ -125,7 +125,9 @@ def _curves(axes: Axes, found: Sequence[Figure]) -> None:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.3g}"
 
 
 def _short(count: int) -> str:

@@ -1,7 +1,8 @@
 """Runs a measurement on one process or on several ranks, and reads the report of rank 0.
 
 Each measurement is a module that is also the script of its ranks. Its command-line arguments are its options, as a JSON
-object, and the path of the report. The report is a file because launchers cut and tag long lines of output.
+object, and the path of the report, or of a socket (see turns.py). The report is a file because launchers cut and tag
+long lines of output.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ ONE_THREAD = {
 }
 MISSED = 0.07
 """Largest probability that `interval` does not contain the median."""
+FEWEST = 5
+"""Number of values from which on `interval` keeps MISSED."""
 NOISY = 0.1
-"""Width of the interval, relative to the median, from which on a ratio says little."""
+"""Width of the interval, relative to the median, above which a ratio says little."""
 LINES = 15
 """Number of lines of each output stream in the message about a failure."""
 
@@ -68,11 +71,11 @@ def medians(passes: Sequence[Comparison]) -> tuple[float, float, float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return bounds of the median of which `values` are samples, with a probability of at least 93 %.
+    """Return bounds of the median of which five or more `values` are samples, with a probability of at least 93 %.
 
-    They are order statistics, whatever the distribution (Conover 1999, Practical Nonparametric Statistics, section
-    3.2): the k-th lowest and the k-th highest, of n >= 5, miss the median with a probability of twice that of fewer
-    than k heads in n tosses. Fewer values have no such bounds: then they are the lowest and the highest.
+    They are order statistics, whatever the distribution, if the values are independent (Conover 1999, Practical
+    Nonparametric Statistics, section 3.2): the k-th lowest and the k-th highest of n miss the median with a probability
+    of twice that of fewer than k heads in n tosses. Of fewer than five values: the lowest and the highest.
     """
     found, count = sorted(values), len(values)
     missed = itertools.accumulate(2 * math.comb(count, heads) / 2**count for heads in range(count))
@@ -81,13 +84,17 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def in_passes(values: Sequence[float]) -> str:
-    """Return the median of a ratio over the passes, with its bounds, and whether these are too far apart."""
+    """Return the median of a ratio over the passes, with its bounds, and whether these are too far apart.
+
+    Fewer than five passes have a range in place of bounds.
+    """
     median = statistics.median(values)
     if len(values) == 1:
         return f"{median:.3f}"
     low, high = interval(values)
+    kind = "range " if len(values) < FEWEST else ""
     noise = "; too noisy to tell" if high - low > NOISY * median else ""
-    return f"{median:.3f} ({low:.3f} to {high:.3f}{noise})"
+    return f"{median:.3f} ({kind}{low:.3f} to {high:.3f}{noise})"
 
 
 def run_measurement(
@@ -126,11 +133,21 @@ def run_script(
     arguments: tuple[str, ...],
     environment: Mapping[str, str] | None,
     limit: float,
+    mark: str = "",
 ) -> None:
-    """Run `script` on ranks of one thread each; see `run_measurement`."""
+    """Run `script` with its command-line arguments on ranks of one thread each.
+
+    Args:
+        launch, np, script, environment, limit: As for `run_measurement`.
+        arguments: Command-line arguments.
+        mark: As for `timed_command.run`.
+
+    Raises:
+        EngineError: The script failed, or took longer than `limit`.
+    """
     command = launch(np, script, arguments)
     environ = {**os.environ, **ONE_THREAD, **(environment or {})}
-    done = run(command, limit=limit, environ=environ)
+    done = run(command, limit=limit, environ=environ, mark=mark)
     assert done is not None, "this Python has gone"
     if done.returncode is None:
         raise EngineError(f"The measurement took longer than {limit:.0f} s: {' '.join(command)}")
@@ -159,9 +176,10 @@ def horovodrun(np: int, controller: str) -> list[str]:
 
 
 def take_core(local_rank: int, count: int = 1) -> None:
-    """Pin this process to `count` cores, from the one with the number of its local rank, among those it may use.
+    """Pin this thread, and those that it starts later, to `count` cores, among those that the process may use.
 
-    Otherwise timings would depend on how the ranks migrate between cores.
+    They are the one with the number of the local rank, and those after it. Otherwise timings would depend on how the
+    ranks migrate between cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[(local_rank + i) % len(cores)] for i in range(count)})

@@ -19,7 +19,7 @@ from typing import Any
 from hvdtrain.bench import scaling, torch_peer
 from hvdtrain.bench.measurement import THREADS, Comparison, Launch, take_core
 from hvdtrain.bench.scaling import training_step
-from hvdtrain.bench.turns import Job, Training, in_turns, keep_mpi, serve, take_turns
+from hvdtrain.bench.turns import Job, Training, end, in_turns, keep_mpi, serve, take_turns
 from hvdtrain.errors import EngineError
 
 
@@ -50,7 +50,7 @@ WAYS = {
     "keras": Way("hvdtrain.keras", True, "each"),
     "trainer": Way("hvdtrain.Trainer", True, "each"),
 }
-"""Name for `build` or `scaling.build` -> way."""
+"""Name for `build`, `scaling.build` or `torch_peer.build` -> way."""
 REFERENCE = "threads"
 """The way with which each other takes turns."""
 
@@ -93,17 +93,18 @@ def measure_peers(
     with in_turns() as start:
         reference = job(REFERENCE)
         for name, way in WAYS.items():
-            if name != REFERENCE and importlib.util.find_spec(way.needs):
-                try:
-                    other = job(name)
-                    turns = [take_turns(reference) + take_turns(other) for _ in range(passes)]
-                except EngineError as error:
-                    if way.needs == "keras":
-                        raise
-                    yield name, error
-                    continue
-                other.end()
-                yield name, [Comparison(*(turn.rate for turn in both)) for both in turns]
+            if name == REFERENCE or not importlib.util.find_spec(way.needs):
+                continue
+            try:
+                other = job(name)
+                turns = [take_turns(reference) + take_turns(other) for _ in range(passes)]
+            except EngineError as error:
+                if way.needs == "keras":
+                    raise
+                yield name, error
+                continue
+            end([other])
+            yield name, [Comparison(*(turn.rate for turn in both)) for both in turns]
 
 
 def torchrun(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from hvdtrain.bench.measurement import Comparison, Launch, take_core
-from hvdtrain.bench.turns import Job, Training, in_turns, keep_mpi, serve, take_turns
+from hvdtrain.bench.turns import Job, Training, end, in_turns, keep_mpi, serve, take_turns
 
 LAYERS = 4
 """Number of layers of a stage."""
@@ -29,7 +29,7 @@ class Bubble(Comparison):
     """Seconds per step in one pass: ideal (`reference`) and `measured`.
 
     Attributes:
-        apart: Those of stages without neighbours, all at once.
+        apart: That of the slowest of the stages without neighbours, all at once.
     """
 
     apart: float
@@ -71,9 +71,10 @@ def measure_bubble(
         for count in counts:
             whole, pipeline = (job(ranks, count, LAYERS * stages) for ranks in (1, stages))
             apart = [job(1, count, LAYERS, core) for core in range(stages)]
+            for other in apart[1:]:
+                other.steps = apart[0].steps
             yield count, [_bubble(whole, apart, pipeline) for _ in range(passes)]
-            for one in (whole, *apart, pipeline):
-                one.end()
+            end((whole, *apart, pipeline))
 
 
 def _bubble(whole: Job, apart: Sequence[Job], pipeline: Job) -> Bubble:

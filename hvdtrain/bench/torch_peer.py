@@ -25,9 +25,9 @@ def build(way: str, name: str, batch_size: int) -> Training:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    take_core(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    take_core(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = DistributedDataParallel(networks()[name]())

@@ -1,4 +1,4 @@
-"""Jobs that train in turns: the speed of shared machines varies, and so it does for all of them alike.
+"""Jobs that train in turns: a shared machine has another speed from minute to minute, but the same for all of these.
 
 A job is a process, or several ranks of this machine, started once. Its processes are connected to this one by sockets.
 A turn is a number of steps, sent to each; the answer of rank 0 holds the seconds of its steps. Between turns a job
@@ -9,22 +9,26 @@ connection, and ends too.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
+import selectors
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any, NoReturn, TextIO
 
 from hvdtrain.bench.measurement import TIMEOUT_SECONDS, Launch, run_script
-from hvdtrain.errors import EngineError
-from hvdtrain.launch.running.timed_command import end_all
+from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.launch.running.processes import signal_launch
+from hvdtrain.launch.running.timed_command import new_mark
 from hvdtrain.rank_variables import CONTROLLER, is_rank
 
 SECONDS = 2.0
@@ -41,8 +45,13 @@ def keep_mpi() -> None:
     """Let mpi4py start MPI, if this is a rank over MPI: Horovod ends what it has started, and cannot start it again."""
     import tensorflow  # noqa: F401  (before mpi4py: see runtime.py)
 
-    if is_rank(os.environ) and os.environ.get(CONTROLLER) != "gloo":
-        import mpi4py.MPI  # noqa: F401
+    if not is_rank(os.environ) or os.environ.get(CONTROLLER) == "gloo":
+        return
+    if importlib.util.find_spec("mpi4py") is None:
+        sys.exit(
+            "This needs mpi4py over MPI: pip install 'hvdtrain[mpi]', or pass --controller gloo"
+        )
+    import mpi4py.MPI  # noqa: F401
 
 
 def _nothing() -> None:
@@ -124,58 +133,125 @@ def _tell(connection: socket.socket, message: object) -> None:
 
 
 class Job:
-    """A running job; see `in_turns`."""
+    """A running job; see `in_turns`.
 
-    def __init__(self, ranks: list[socket.socket], ended: Future[None], name: str) -> None:
-        self._ranks, self._ended, self._name = ranks, ended, name
-        self._answers = [rank.makefile() for rank in ranks]
+    Attributes:
+        steps: Number of steps of its turns.
+        ended: What has become of its processes.
+    """
+
+    def __init__(self, name: str, mark: str, ended: Future[None]) -> None:
+        self._name, self._mark, self.ended = name, mark, ended
+        self._ranks: dict[int, tuple[socket.socket, TextIO]] = {}
         self.steps = 1
-        # As many as take SECONDS; the first turn traces.
+
+    def connect(self, server: socket.socket, np: int) -> None:
+        """Wait until `np` processes have built what they train."""
+        server.settimeout(_POLL_SECONDS)
+        limit = time.monotonic() + TIMEOUT_SECONDS
+        while len(self._ranks) < np:
+            if self.ended.done():
+                self._raise_end()
+            if time.monotonic() > limit:
+                raise EngineError(
+                    f"It did not begin to train within {TIMEOUT_SECONDS:.0f} s: {self._name}"
+                )
+            with contextlib.suppress(TimeoutError):
+                connection, _ = server.accept()
+                connection.settimeout(TIMEOUT_SECONDS)
+                lines = connection.makefile()
+                rank = self._heard(lines)["rank"]
+                if rank in self._ranks:
+                    raise EngineError(
+                        f"Two processes are rank {rank}, and not one job: {self._name}"
+                    )
+                self._ranks[rank] = connection, lines
+
+    def calibrate(self) -> None:
+        """Choose as many steps for a turn as take SECONDS."""
         for _ in range(3):
             (turn,) = take_turns(self)
             self.steps = max(2, round(self.steps * SECONDS / sum(turn.seconds)))
 
-    def end(self) -> None:
-        """End the job."""
-        for answers, rank in zip(self._answers, self._ranks, strict=True):
-            answers.close()
-            rank.close()
-        wait([self._ended], _ENDING_SECONDS)
-
     def begin(self) -> None:
         """Let the job train a turn."""
-        for rank in self._ranks:
-            with contextlib.suppress(BrokenPipeError):  # It has ended: its answer says so.
-                _tell(rank, self.steps)
+        for connection, _ in self._ranks.values():
+            with contextlib.suppress(ConnectionError):  # It has ended: its answer says so.
+                _tell(connection, self.steps)
 
     def finish(self) -> Turn:
         """Wait for the end of the turn.
 
         Raises:
-            EngineError: The job has ended, or its turn takes longer than TIMEOUT_SECONDS.
+            EngineError: A process has ended, or the turn takes longer than TIMEOUT_SECONDS.
         """
-        found, *_ = [self._answer(lines) for lines in self._answers]
-        return Turn(tuple(found["seconds"]), found["examples"], found["loss"])
+        limit = time.monotonic() + TIMEOUT_SECONDS
+        found: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as answers:
+            for rank, (connection, _) in self._ranks.items():
+                answers.register(connection, selectors.EVENT_READ, rank)
+            while answers.get_map():
+                ready = answers.select(max(0.0, limit - time.monotonic()))
+                if not ready:
+                    raise EngineError(
+                        f"A turn took longer than {TIMEOUT_SECONDS:.0f} s: {self._name}"
+                    )
+                for key, _ in ready:
+                    answers.unregister(key.fileobj)
+                    found[key.data] = self._heard(self._ranks[key.data][1])
+        return Turn(tuple(found[0]["seconds"]), found[0]["examples"], found[0]["loss"])
 
-    def _answer(self, lines: TextIO) -> dict[str, Any]:
-        try:
+    def close(self) -> None:
+        """Close the connections, whereupon the processes end."""
+        for connection, lines in self._ranks.values():
+            lines.close()
+            connection.close()
+
+    def kill(self) -> None:
+        """Kill all processes of the job."""
+        self.close()
+        signal_launch(self._mark, SIGKILL)
+
+    def _heard(self, lines: TextIO) -> dict[str, Any]:
+        """Return the next message of a process."""
+        line = ""
+        with contextlib.suppress(ConnectionError, TimeoutError):
             line = lines.readline()
-        except TimeoutError:
-            raise EngineError(
-                f"A turn took longer than {TIMEOUT_SECONDS:.0f} s: {self._name}"
-            ) from None
-        except ConnectionError:
-            line = ""
         if not line:
-            _raise_end(self._ended, self._name)
+            self._raise_end()
         return dict(json.loads(line))
+
+    def _raise_end(self) -> NoReturn:
+        with contextlib.suppress(TimeoutError):  # A launcher may take a while to end its ranks.
+            self.ended.result(_ENDING_SECONDS)
+        raise EngineError(f"A process ended before the end of the measurement: {self._name}")
 
 
 def take_turns(*jobs: Job) -> list[Turn]:
-    """Let the jobs train a turn, all at the same time, and return what they measured."""
+    """Let the jobs train a turn, all at the same time, and return what they measured.
+
+    Raises:
+        EngineError: One of them failed; they have been ended, so that nothing computes beside the others.
+    """
     for job in jobs:
         job.begin()
-    return [job.finish() for job in jobs]
+    try:
+        return [job.finish() for job in jobs]
+    except EngineError:
+        for job in jobs:
+            job.kill()
+        raise
+
+
+def end(jobs: Iterable[Job]) -> None:
+    """End jobs, and kill those that do not end within _ENDING_SECONDS."""
+    jobs = list(jobs)
+    for job in jobs:
+        job.close()
+    late = wait([job.ended for job in jobs], _ENDING_SECONDS).not_done
+    for job in jobs:
+        if job.ended in late:
+            job.kill()
 
 
 Start = Callable[..., Job]
@@ -186,10 +262,10 @@ Start = Callable[..., Job]
 def in_turns() -> Iterator[Start]:
     """Yield a function that starts a job, and returns when it trains as fast as it can; end all jobs on exit.
 
-    Its arguments are those of `run_measurement`, for a script that calls `serve`.
+    Its arguments are those of `run_measurement`, except for the limit, for a script that calls `serve`.
     """
-    running: list[Future[None]] = []
-    with ThreadPoolExecutor(_MOST_JOBS) as threads, contextlib.ExitStack() as jobs:
+    jobs: list[Job] = []
+    with ThreadPoolExecutor(_MOST_JOBS) as threads:
 
         def start(
             launch: Launch,
@@ -203,48 +279,32 @@ def in_turns() -> Iterator[Start]:
                 socket.socket(socket.AF_UNIX) as server,
             ):
                 address = str(Path(folder, "turns"))
-                server.bind(address)
+                try:
+                    server.bind(address)
+                except OSError as error:
+                    raise UsageError(
+                        f"Cannot make the socket {address}: {error}. Set TMPDIR to a short path of a local folder"
+                    ) from None
                 server.listen(np)
-                arguments = (json.dumps(options), address)
+                mark, arguments = new_mark(), (json.dumps(options), address)
                 ended = threads.submit(
-                    run_script, launch, np, script, arguments, environment, _DAY_SECONDS
+                    run_script, launch, np, script, arguments, environment, _DAY_SECONDS, mark
                 )
-                running.append(ended)
-                name = f"{script.name} {arguments[0]}"
-                job = Job(_connect(server, np, ended, name), ended, name)
-            jobs.callback(job.end)
+                job = Job(f"{script.name} {arguments[0]}", mark, ended)
+                jobs.append(job)
+                try:
+                    job.connect(server, np)
+                    job.calibrate()
+                except BaseException:
+                    job.kill()  # It may be computing, beside those that come next.
+                    raise
             return job
 
         try:
             yield start
         except BaseException:
-            end_all()  # Otherwise the threads wait for them.
+            for job in jobs:
+                job.kill()
             raise
-        jobs.close()
-        if wait(running, _ENDING_SECONDS).not_done:
-            end_all()
-
-
-def _raise_end(ended: Future[None], name: str) -> NoReturn:
-    """Raise what has ended a job."""
-    with contextlib.suppress(TimeoutError):  # A launcher may take a while to end its other ranks.
-        ended.result(_ENDING_SECONDS)
-    raise EngineError(f"A process ended before the measurement: {name}")
-
-
-def _connect(server: socket.socket, np: int, ended: Future[None], name: str) -> list[socket.socket]:
-    """Return connections to the processes of a job, by rank."""
-    server.settimeout(_POLL_SECONDS)
-    limit = time.monotonic() + TIMEOUT_SECONDS
-    found: dict[int, socket.socket] = {}
-    while len(found) < np:
-        if ended.done():
-            _raise_end(ended, name)
-        if time.monotonic() > limit:
-            raise EngineError(f"{name} did not begin to train within {TIMEOUT_SECONDS:.0f} s")
-        with contextlib.suppress(TimeoutError):
-            connection, _ = server.accept()
-            connection.settimeout(TIMEOUT_SECONDS)
-            with connection.makefile() as lines:
-                found[json.loads(lines.readline())["rank"]] = connection
-    return [found[rank] for rank in range(np)]
+        finally:
+            end(jobs)

@@ -67,7 +67,8 @@ def scaling(
 
     For comparison it also measures what the machine allows: N independent Keras processes at once, what these would
     reach if each step waited for the slowest of them, and Keras processes that exchange as many bytes as the gradients
-    have after each step, by MPI itself or, for Gloo, through TCP sockets.
+    have after each step, by MPI itself or, for Gloo, through TCP sockets. They train in turns, and all are in memory at
+    once: three processes for each worker.
     """
     batch_size = batch_size or BATCH_SIZES[model]
     launch, chosen = launcher(controller)
@@ -83,7 +84,7 @@ def scaling(
         done.append(one)
         rates = (f"{name} {getattr(one, key):,.0f}" for key, name in names.items())
         click.echo(f"  {', '.join(rates)}; scaling {one.scaling(one.ranks):.3f}")
-    click.echo(f"medians of {passes}, and of the workers' rate to each in the same pass:")
+    click.echo(f"medians of {passes} passes; last, the workers' rate divided by it:")
     for key, name in names.items():
         rate = statistics.median(getattr(one, key) for one in done)
         ratio = in_passes([one.ranks / getattr(one, key) for one in done])
@@ -213,8 +214,9 @@ def pipeline(
 ) -> None:  # fmt: skip
     """Step time of pipeline stages.
 
-    With s stages of one core each and m micro-batches, the schedule alone takes (m + s - 1) / m of the ideal time:
-    1 / s of that of one stage with all layers; or of the time of stages alone, without neighbours.
+    With s stages of one core each and m micro-batches, the schedule alone makes a step (m + s - 1) / m times as long as
+    if no stage waited. That is 1 / s of the time of one stage with all layers ("ideal"), or the time of the stages when
+    each trains its layers by itself ("stages alone").
     """
     launch, chosen = launcher(controller)
     title = announce(

@@ -83,6 +83,10 @@ class Communicator(ABC):
         """Return whether this rank is in the set."""
         return True
 
+    def size_at_run(self) -> Any:
+        """Return the number of ranks; a scalar float32 tensor in a graph that may outlive a change of it."""
+        return self.size()
+
     @abstractmethod
     def is_global(self) -> bool:
         """Return whether all ranks of the job are in the set."""
@@ -108,7 +112,9 @@ class Communicator(ABC):
         if self._is_alone():
             return _times(tensor, prescale_factor * postscale_factor)
         wire = to_reducible(tensor)
-        found = self._allreduce(wire, in_this_graph(name), op, prescale_factor, postscale_factor)
+        found = self._allreduce(
+            wire, in_this_graph(name, self), op, prescale_factor, postscale_factor
+        )
         return _like(found, tensor)
 
     def grouped_allreduce(
@@ -144,7 +150,9 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return _times(tensor, postscale_factor)
-        found = self._reducescatter(to_reducible(tensor), in_this_graph(name), op, postscale_factor)
+        found = self._reducescatter(
+            to_reducible(tensor), in_this_graph(name, self), op, postscale_factor
+        )
         return tf.cast(found, tensor.dtype)
 
     def allgather(self, tensor: Any, name: str) -> tf.Tensor:
@@ -157,7 +165,9 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return tensor
-        return _from_wire(self._allgather(_to_wire(tensor), in_this_graph(name)), tensor.dtype)
+        return _from_wire(
+            self._allgather(_to_wire(tensor), in_this_graph(name, self)), tensor.dtype
+        )
 
     def broadcast(self, tensor: Any, root: int, name: str) -> tf.Tensor:
         """Return the tensor of rank `root`. A collective.
@@ -170,7 +180,7 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return tensor
-        found = self._broadcast(_to_wire(tensor), root, in_this_graph(name))
+        found = self._broadcast(_to_wire(tensor), root, in_this_graph(name, self))
         return _like(_from_wire(found, tensor.dtype), tensor)
 
     def alltoall(self, tensor: Any, splits: Any, name: str) -> tf.Tensor:
@@ -186,7 +196,9 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return tensor
-        found = self._alltoall(_to_wire(tensor), tf.convert_to_tensor(splits), in_this_graph(name))
+        found = self._alltoall(
+            _to_wire(tensor), tf.convert_to_tensor(splits), in_this_graph(name, self)
+        )
         return _from_wire(found, tensor.dtype)
 
     def exchange(self, value: Any, name: str) -> list[Any]:
@@ -272,6 +284,11 @@ class HorovodRanks(Communicator):
     def includes_this(self) -> bool:
         # None: unknown before Horovod runs.
         return self.process_set.included() is not False
+
+    def size_at_run(self) -> Any:
+        if tf.executing_eagerly() or not self._may_grow():
+            return self.size()
+        return tf.cast(hvd.size_op(self.process_set.process_set_id), tf.float32)
 
     def is_global(self) -> bool:
         return bool(self.size() == hvd.size())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-_CODES = 61
+_UNIT = 251
+"""The lengths of packed tensors are a multiple of this, a prime, plus a code of their shapes."""
+_MOST_AXES = 254
+"""Of a tensor, in TensorFlow."""
 
 
 def as_one(
@@ -25,8 +29,14 @@ def as_one(
     if len(tensors) < 2:
         return [collective(tensor) for tensor in tensors]
     dtype = tensors[0].dtype
-    # Zeros make the lengths differ where the shapes do, also if their sums are equal: Horovod compares the lengths.
-    padding = sum((1 + place) * _shape_code(t) for place, t in enumerate(tensors)) % _CODES
+    shapes = list(map(_shape_of, tensors))
+    # Horovod compares the lengths. Zeros make them differ where the shapes do: a multiple of _UNIT, and a code below it
+    # that no other number of elements makes up for.
+    with tf.device(
+        "CPU:0"
+    ):  # In main memory, which is where shapes are that are only known at run time.
+        code = sum(pow(31, 1 + place, _UNIT) * _code(shape) for place, shape in enumerate(shapes))
+        padding = -sum(map(_elements, shapes)) % _UNIT + code % _UNIT
     padded = [*tensors, tf.zeros([padding], dtype)]
     return unpack(collective(pack(padded, dtype)), padded)[:-1]
 
@@ -38,9 +48,12 @@ def pack(values: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
 
 def unpack(flat: tf.Tensor, values: Sequence[Any]) -> list[tf.Tensor]:
     """Return the parts of `flat`, a result of `pack(values, ...)`, in the shapes and dtypes of `values`."""
-    shapes = [v.shape if v.shape.is_fully_defined() else tf.shape(v) for v in values]
-    sizes = [v.shape.num_elements() or tf.size(v, tf.int64) for v in values]
-    parts = tf.split(flat, sizes)
+    shapes = list(map(_shape_of, values))
+    with tf.device("CPU:0"):
+        sizes = list(map(_elements, shapes))
+        if any(map(tf.is_tensor, sizes)):
+            sizes = tf.stack([tf.cast(size, tf.int64) for size in sizes])
+    parts = tf.split(flat, sizes, num=len(values))
     return [
         tf.cast(tf.reshape(part, shape), value.dtype)
         for part, shape, value in zip(parts, shapes, values, strict=True)
@@ -69,9 +82,18 @@ def bounded_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _shape_code(tensor: tf.Tensor) -> Any:
-    """Return a number below _CODES that tells shapes of as many elements apart; a tensor if the shape is not known."""
-    if tensor.shape.is_fully_defined():
-        return sum((1 + axis) * length for axis, length in enumerate(tensor.shape)) % _CODES
-    shape = tf.shape(tensor, tf.int64)
-    return tf.reduce_sum(shape * tf.range(1, 1 + tf.size(shape, tf.int64))) % _CODES
+def _shape_of(value: Any) -> Any:
+    """Return the shape, as an int64 tensor if it is not known before the run."""
+    return value.shape if value.shape.is_fully_defined() else tf.shape(value, tf.int64)
+
+
+def _elements(shape: Any) -> Any:
+    return tf.reduce_prod(shape) if tf.is_tensor(shape) else math.prod(shape)
+
+
+def _code(shape: Any) -> Any:
+    """Return a number that tells shapes of as many elements apart."""
+    if not tf.is_tensor(shape):
+        return sum(pow(31, axis, _UNIT) * length for axis, length in enumerate(shape))
+    factors = tf.constant([pow(31, axis, _UNIT) for axis in range(_MOST_AXES)], tf.int64)
+    return tf.reduce_sum(shape % _UNIT * factors[: tf.size(shape)])

@@ -44,7 +44,7 @@ from hvdtrain.collectives.packing import bounded_groups, by_dtype
 from hvdtrain.collectives.placement import on_device
 from hvdtrain.collectives.sparse import sum_slices
 from hvdtrain.collectives.step_context import current_step
-from hvdtrain.collectives.tensor_names import InstanceName
+from hvdtrain.collectives.tensor_names import InstanceName, runs_of
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import tf_variable
 
@@ -131,15 +131,17 @@ class GradientReducer:
 
     Args:
         reduction: Options of the reduction.
-        prefix: Function of the variables that returns the first part of the collectives' names. Default: a new
-            InstanceName.
+        prefix: Function of the variables and the ranks that returns the first part of the names of collectives.
+            Default: a new InstanceName.
 
     Attributes:
         memories: State of a lossy compression, by the id of the tf.Variable.
     """
 
     def __init__(
-        self, reduction: Reduction, prefix: Callable[[Sequence[Any]], str] | None = None
+        self,
+        reduction: Reduction,
+        prefix: Callable[[Sequence[Any], Communicator], str] | None = None,
     ) -> None:
         self.reduction = reduction
         self._prefix = prefix or InstanceName(reduction.name or "gradient")
@@ -184,7 +186,7 @@ class GradientReducer:
     def _over(self, ranks: Communicator, tensor: tf.Tensor, op: Any, suffix: str) -> tf.Tensor:
         if not ranks.includes_this():
             return tensor
-        return ranks.allreduce(tensor, f"{self._prefix(())}_{suffix}", op)
+        return ranks.allreduce(tensor, f"{self._name()}_{suffix}", op)
 
     def __call__(
         self,
@@ -205,26 +207,26 @@ class GradientReducer:
             # As in Horovod: a rank outside the process set keeps its own gradients.
             return [scaled(g, self.reduction.postscale_factor) for g in gradients]
         positions = range(len(gradients)) if positions is None else positions
-        ranks = self.reduction.process_set.size()
         result: list[Gradient] = list(gradients)
         shared: list[int] = []
         for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
             if self.is_local(variable):
-                result[place] = self._keep_local(gradient, ranks)
+                result[place] = self._keep_local(gradient)
             else:
+                result[place] = _with_shape_of(variable, gradient)
                 shared.append(place)
         if not shared:
             return result
         # The same buckets on all ranks, in whatever order the gradients were given.
         shared.sort(key=positions.__getitem__)
         how = {place: self._options_for(variables[place], weighted) for place in shared}
-        prefix = self._prefix(variables)
+        prefix = self._name(variables)
         ready = {place: _ready(result[place], how[place]) for place in shared}
         for group in self._groups(shared, variables, ready, how):
             first = group[0]
-            name = f"{prefix}_{_runs([positions[place] for place in group])}"
+            name = f"{prefix}_{runs_of([positions[place] for place in group])}"
             if isinstance(ready[first], tf.IndexedSlices):
                 result[first] = reduce_sparse(ready[first], name, how[first], variables[first])
                 continue
@@ -243,12 +245,18 @@ class GradientReducer:
                 result[place] = gradient
         return result
 
-    def _keep_local(self, gradient: Gradient, ranks: int) -> Gradient:
+    def _name(self, variables: Sequence[Any] = ()) -> str:
+        """Return the first part of the names of collectives."""
+        position = self.reduction.position
+        ranks = position.everyone if position else self.reduction.process_set
+        return self._prefix(variables, ranks)
+
+    def _keep_local(self, gradient: Gradient) -> Gradient:
         """Return a local gradient, divided by the number of ranks if `scale_local_gradients` (as in Horovod)."""
         factor = self.reduction.postscale_factor
         if self.reduction.scale_local_gradients:
-            factor /= ranks
-        return gradient if factor == 1.0 else scaled(gradient, factor)
+            factor /= self.reduction.process_set.size_at_run()
+        return gradient if _is_one(factor) else scaled(gradient, factor)
 
     def _options_for(self, variable: Any, weighted: bool) -> Reduction:
         """Return the options for the gradient of `variable`, with the ranks that hold the variable."""
@@ -322,15 +330,12 @@ def _room(variable: Any, gradient: Gradient) -> int:
     return elements if elements is not None and elements < SMALL else BUCKET + 1
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """Return numbers in short and in ascending order: "2_4-6" for 6, 5, 4, 2."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return "_".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in found)
+def _with_shape_of(variable: Any, gradient: Gradient) -> Gradient:
+    """Return a dense gradient with its variable's shape: in a graph, ranks may know different parts of it."""
+    held = tf_variable(variable)
+    if not isinstance(held, tf.Variable) or isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.ensure_shape(gradient, held.shape)
 
 
 def _ready(gradient: Gradient, reduction: Reduction) -> Gradient:
@@ -397,12 +402,16 @@ def reduce_sparse(
         variable: Variable that the gradient is for.
     """
     ranks = reduction.process_set
-    factor = reduction.postscale_factor / (ranks.size() if reduction.op == Average else 1)
+    factor = reduction.postscale_factor / (ranks.size_at_run() if reduction.op == Average else 1)
     with on_device(reduction.device_sparse):
         step = current_step()
         once = None if step is None else id(tf_variable(variable)) in step.once
         total = sum_slices(slices, ranks, name, once)
-    return total if factor == 1.0 else scaled(total, factor)
+    return total if _is_one(factor) else scaled(total, factor)
+
+
+def _is_one(factor: Any) -> bool:
+    return not tf.is_tensor(factor) and factor == 1.0
 
 
 def weighted(gradients: Sequence[Gradient]) -> list[Gradient]:

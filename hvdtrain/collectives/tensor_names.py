@@ -3,27 +3,51 @@
 Horovod matches the ranks' tensors by name, and waits forever for a name that one rank never submits. The numbers in
 these names count only events that all ranks have in common: the first *use* of an optimizer, of a tuple of variables,
 of a prefix in a graph. They do not depend on Keras's automatic names, on how often a function was traced (a rank with
-a smaller last batch traces once more), or on objects that were created and never used.
+a smaller last batch traces once more), or on objects that were created and never used. They are counted for each
+process set, whose events its members have in common; Horovod keeps the names of each set apart.
 
 The counters live as long as the process, as Horovod's own table of names does.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from hvdtrain.keras_internals.variables import tf_variable
 
-_instances = itertools.count()
-_tuples = itertools.count()
-_variable_tuples: dict[tuple[str, ...], int] = {}
-_prefixes_in_graph: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+Group = tuple[int, ...]
+"""Members of a process set; () for the global one."""
+
+_instances: Counter[Group] = Counter()
+_tuples: Counter[Group] = Counter()
+_variable_tuples: dict[tuple[Group, tuple[str, ...]], int] = {}
+_prefixes_in_graph: weakref.WeakKeyDictionary[Any, Counter[tuple[Group, str]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Ranks(Protocol):
+    """The ranks of a process set."""
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+    def is_global(self) -> bool: ...
+
+
+def _group_of(ranks: Ranks) -> Group:
+    # The global set is the same one if its members change.
+    return () if ranks.is_global() else tuple(ranks.ranks)
+
+
+def _next(counter: Counter[Any], key: Any) -> int:
+    counter[key] += 1
+    return counter[key] - 1
 
 
 class InstanceName:
@@ -37,31 +61,44 @@ class InstanceName:
         self._kind = kind
         self._number: int | None = None
 
-    def __call__(self, variables: Sequence[Any]) -> str:
+    def __call__(self, variables: Sequence[Any], ranks: Ranks) -> str:
         del variables
         if self._number is None:
-            self._number = next(_instances)
+            self._number = _next(_instances, _group_of(ranks))
         return f"hvdtrain_{self._kind}_{self._number}"
 
 
-def variables_name(variables: Sequence[Any]) -> str:
+def variables_name(variables: Sequence[Any], ranks: Ranks) -> str:
     """Return the name for a tuple of variables: every step creates a new tape, but not new variables."""
     # A _unique_id is never used twice; Python reuses the id() of an object that was deleted, which may happen on one
     # rank and not on another. A watched tensor exists for one step only, and is known by its position.
-    key = tuple(getattr(tf_variable(v), "_unique_id", "tensor") for v in variables)
+    group = _group_of(ranks)
+    key = group, tuple(getattr(tf_variable(v), "_unique_id", "tensor") for v in variables)
     if key not in _variable_tuples:
-        _variable_tuples[key] = next(_tuples)
+        _variable_tuples[key] = _next(_tuples, group)
     return f"hvdtrain_tape_{_variable_tuples[key]}"
 
 
-def in_this_graph(prefix: str) -> str:
-    """Return `prefix`, with a number appended if it has been used before in the graph that is being traced.
+def in_this_graph(prefix: str, ranks: Ranks) -> str:
+    """Return `prefix`, with a number appended if `ranks` have used it before in the graph that is being traced.
 
-    The collectives of a graph may run at the same time, and then need different names.
+    The collectives of a graph may run at the same time, and then need different names. Those of a process set have its
+    members in their names: Horovod takes the names of a graph's nodes, which TensorFlow numbers if they are alike.
     """
     if tf.executing_eagerly():
         return prefix
-    graph = tf.compat.v1.get_default_graph()
-    seen = _prefixes_in_graph.setdefault(graph, Counter())
-    seen[prefix] += 1
-    return prefix if seen[prefix] == 1 else f"{prefix}_again{seen[prefix] - 1}"
+    graph, group = tf.compat.v1.get_default_graph(), _group_of(ranks)
+    before = _next(_prefixes_in_graph.setdefault(graph, Counter()), (group, prefix))
+    name = f"{prefix}_of_{runs_of(group)}" if group else prefix
+    return f"{name}_again{before}" if before else name
+
+
+def runs_of(numbers: Sequence[int]) -> str:
+    """Return numbers in short and in ascending order: "2_4-6" for 6, 5, 4, 2."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return "_".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in found)

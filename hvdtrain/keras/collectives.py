@@ -445,7 +445,8 @@ def _with_dimensions(tensor: tf.Tensor, what: str) -> tf.Tensor:
 
 
 def _call(kind: str, name: str | None, process_set: ProcessSet | None, **reduction: Any) -> Call:
-    name = in_this_graph(f"hvdtrain_{kind}_{name}" if name else f"hvdtrain_{kind}")
+    prefix = f"hvdtrain_{kind}_{name}" if name else f"hvdtrain_{kind}"
+    name = in_this_graph(prefix, ranks_of(process_set))
     return Call(name, global_process_set if process_set is None else process_set, **reduction)
 
 

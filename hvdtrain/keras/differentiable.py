@@ -70,7 +70,7 @@ class Call:
 
     def of_gradient(self) -> Call:
         """Return the call for the gradient, with a name for the graph in which it is computed."""
-        return replace(self, name=in_this_graph(f"{self.name}_gradient"))
+        return replace(self, name=in_this_graph(f"{self.name}_gradient", ranks_of(self.ranks)))
 
 
 def allreduce(tensor: tf.Tensor, call: Call) -> tf.Tensor:

@@ -72,7 +72,7 @@ class OptimizerReducer(GradientReducer):
         position = self.reduction.position
         assert position is not None
         rest = [position.pipeline_set]
-        name = f"{self._prefix(())}_norm"
+        name = f"{self._name()}_norm"
         return clip_by_norm(gradients, self.pending, limit, together, position.parts, rest, name)
 
 

@@ -40,7 +40,7 @@ class _Synchronized:
         count, mean, variance = local_moments(inputs, mask, self._reduction_axes)  # type: ignore[attr-defined]
         if (step := current_step()) is not None:
             count = tf.where(step.is_idle(), tf.zeros_like(count), count)
-        name = self._collective(())  # type: ignore[attr-defined]
+        name = self._collective((), ALL_RANKS)  # type: ignore[attr-defined]
         combined = combine_moments(_gather(tf.stack([count, mean, variance]), name))
         mean, variance = tf.unstack(_with_summed_gradient(combined, f"{name}_gradient"))
         return mean, variance

@@ -7,6 +7,7 @@ track of slices.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ class Slice(NamedTuple):
 def op_slices(space: Any) -> Iterator[Slice]:
     """Yield the events of TensorFlow's profiler, an XSpace: operations on the host's threads and the GPU's streams."""
     began = _session_began(space)
+    lines: Counter[str] = Counter()
     for plane in space.planes:
         if plane.name.startswith(_WITHOUT_OPS):
             continue
@@ -51,6 +53,9 @@ def op_slices(space: Any) -> Iterator[Slice]:
         )
         for line in plane.lines:
             track = device + (line.display_name or line.name)
+            lines[track] += 1
+            if lines[track] > 1:  # Python's threads are all called "python".
+                track = f"{track} ({lines[track]})"
             begin = 1000 * (began + line.timestamp_ns)
             times = (
                 (begin + one.offset_ps, one.duration_ps, one.metadata_id) for one in line.events

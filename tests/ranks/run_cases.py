@@ -15,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,6 +96,17 @@ def _remove_process_sets() -> None:
             process_sets.remove_process_set(found)
 
 
+class _CounterFrom(Counter[Any]):
+    """A counter of keys that begins with a number."""
+
+    def __init__(self, begin: int) -> None:
+        super().__init__()
+        self._begin = begin
+
+    def __missing__(self, key: Any) -> int:
+        return self._begin
+
+
 def _reset(environment: dict[str, str], number: int) -> None:
     """Put all back before case `number`. A collective."""
     import keras
@@ -109,9 +121,12 @@ def _reset(environment: dict[str, str], number: int) -> None:
             del sys.modules[name]
         elif name.split(".")[0] == "hvdtrain":
             # Ranks that did different things go on counting from the same number.
-            counters = [n for n, v in vars(module).items() if isinstance(v, itertools.count)]
-            for counter in counters:
-                setattr(module, counter, itertools.count(1_000_000 * number))
+            begin = 1_000_000 * number
+            for counter, value in list(vars(module).items()):
+                if isinstance(value, itertools.count):
+                    setattr(module, counter, itertools.count(begin))
+                elif isinstance(value, Counter):
+                    setattr(module, counter, _CounterFrom(begin))
     keras.backend.clear_session()
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(number)

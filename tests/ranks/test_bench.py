@@ -25,8 +25,9 @@ def two_turns(
 
     with turns.in_turns() as start:
         job = start(ranks, 2, Path(module.__file__), options, ENVIRONMENT)
+        job.steps = 30
         first, second = [turns.take_turns(job)[0] for _ in range(2)]
-    assert len(first.seconds) == len(second.seconds) == job.steps
+    assert len(first.seconds) == len(second.seconds) == 30
     return first, second
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from launch import Results, on_ranks
 
@@ -147,3 +148,13 @@ def test_three_ranks(three: Results) -> None:
 @pytest.mark.slow
 def test_process_set(three: Results) -> None:
     assert_close(three.of("case_process_set"))
+
+
+def test_a_process_set_beside_all_ranks(three: Results) -> None:
+    """What only some ranks do does not change the names of what all do."""
+    unit = np.array([1.0, 2.0, 4.0])
+    for rank, found in enumerate(three.of("case_set_and_global")):
+        # Ranks have 1, 2 and 3 times the unit; a rank outside of the pair keeps its own.
+        of_pair = 1.5 if rank < 2 else 3
+        wanted = [-of_pair * unit, -2 * unit, of_pair * unit, 2 * unit, 9 * unit]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)

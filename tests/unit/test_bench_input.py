@@ -37,5 +37,6 @@ def test_bounds_of_the_median():
 
 def test_a_ratio_says_how_far_it_may_be_wrong():
     assert in_passes([0.5]) == "0.500"
+    assert in_passes([0.5, 0.52]) == "0.510 (range 0.500 to 0.520)"
     assert in_passes([0.99, 1.0, 1.02, 0.98, 1.01]) == "1.000 (0.980 to 1.020)"
     assert in_passes([0.9, 1.0, 1.02, 0.98, 1.01]) == "1.000 (0.900 to 1.020; too noisy to tell)"

@@ -28,7 +28,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, rates: Mapping[str, float]) -> dic
     ) -> Any:
         way = options["way"]
         started[way] = [launch(2, script, ())[0], np, script.name, options, environ]
-        return SimpleNamespace(rate=rates[way], end=lambda: None)
+        return SimpleNamespace(rate=rates[way])
 
     @contextlib.contextmanager
     def turns() -> Iterator[Any]:
@@ -36,6 +36,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, rates: Mapping[str, float]) -> dic
 
     monkeypatch.setattr(peers, "in_turns", turns)
     monkeypatch.setattr(peers, "take_turns", lambda *jobs: list(jobs))
+    monkeypatch.setattr(peers, "end", lambda jobs: None)
     return started
 
 

@@ -29,16 +29,23 @@ def test_a_step_is_compared_with_one_stage_and_with_stages_alone(
     def start(launch: Any, np: int, script: Path, options: Mapping[str, Any]) -> Any:
         key = (np, options["layers"], options["core"])
         running.append(key)
-        return SimpleNamespace(seconds=seconds[key], end=lambda: running.remove(key))
+        return SimpleNamespace(key=key, seconds=seconds[key], steps=len(running))
 
     @contextlib.contextmanager
     def turns() -> Iterator[Callable[..., Any]]:
         yield start
 
+    def take(*jobs: Any) -> list[Turn]:
+        assert len({job.steps for job in jobs}) == 1, "they end at the same time"
+        return [Turn((job.seconds,), 16) for job in jobs]
+
+    def end(jobs: Any) -> None:
+        for job in jobs:
+            running.remove(job.key)
+
     monkeypatch.setattr(pipeline_bubble, "in_turns", turns)
-    monkeypatch.setattr(
-        pipeline_bubble, "take_turns", lambda *jobs: [Turn((job.seconds,), 16) for job in jobs]
-    )
+    monkeypatch.setattr(pipeline_bubble, "take_turns", take)
+    monkeypatch.setattr(pipeline_bubble, "end", end)
     launch: Any = None
     found = dict(measure_bubble([4, 8], 2, 512, 16, 3, launch))
     assert running == [], "the jobs of one number end before those of the next begin"

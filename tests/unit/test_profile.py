@@ -130,6 +130,20 @@ def test_operations_on_threads_and_streams() -> None:
     ]
 
 
+def test_threads_of_one_name_have_a_track_each() -> None:
+    space = xspace()
+    (plane,) = (plane for plane in space.planes if plane.name == "/host:CPU")
+    # It begins inside of an operation of the other thread, and outlasts it.
+    line = plane.lines.add(name="tf_Compute/42", timestamp_ns=2 * MS)
+    line.events.add(metadata_id=7, offset_ps=2_000_000, duration_ps=9_000_000)
+    found = [*op_slices(space)]
+    assert_nested(found)
+    assert [one.track for one in found if one.name == "MatMul"] == [
+        *2 * ["tf_Compute/42"],
+        "tf_Compute/42 (2)",
+    ]
+
+
 def test_operations_that_overlap_get_a_track_each() -> None:
     times = [(0, 10), (2, 5), (4, 8), (5, 9), (9, 12), (12, 13), (12, 12)]
     found = [*nested(Slice("a", str(n), *both) for n, both in enumerate(times))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import keras
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.compression import BF16Compressor
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import broadcast_global_variables, check_replicas, fingerprints
@@ -24,6 +26,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import replicated_variables, trained_variables
 
 SGD = keras.optimizers.SGD
+EVERYONE = ALL_RANKS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -178,7 +181,7 @@ def test_names_of_groups_tell_their_variables() -> None:
 
     everyone = thread_ranks(2)[0]
     ranks = Recorded(everyone.job, everyone.job_rank, everyone.members)
-    reducer = GradientReducer(Reduction(process_set=ranks), prefix=lambda _: "g")
+    reducer = GradientReducer(Reduction(process_set=ranks), prefix=lambda *_: "g")
     variables = [tf.Variable([0.0]) for _ in range(6)]
     for missing in (None, 2, 3):
         reducer([None if i == missing else tf.zeros([1]) for i in range(6)], variables)
@@ -212,23 +215,36 @@ def test_sparse_gradients_go_alone() -> None:
 def test_names_count_uses_not_objects() -> None:
     first, never_used, second = (InstanceName("x") for _ in range(3))
     del never_used
-    number = int(first(()).rsplit("_", 1)[1])
-    assert second(()) == f"hvdtrain_x_{number + 1}"
-    assert first(()) == f"hvdtrain_x_{number}"
+    number = int(first((), EVERYONE).rsplit("_", 1)[1])
+    assert second((), EVERYONE) == f"hvdtrain_x_{number + 1}"
+    assert first((), EVERYONE) == f"hvdtrain_x_{number}"
 
 
 def test_names_of_variables() -> None:
     a, b = tf.Variable(0.0), keras.Variable(0.0)
-    assert variables_name([a, b]) == variables_name([a, b.value])
-    assert variables_name([a, b]) != variables_name([b, a])
-    assert variables_name([a, tf.constant(1.0)]) == variables_name([a, tf.constant(2.0)])
+    assert variables_name([a, b], EVERYONE) == variables_name([a, b.value], EVERYONE)
+    assert variables_name([a, b], EVERYONE) != variables_name([b, a], EVERYONE)
+    assert variables_name([a, tf.constant(1.0)], EVERYONE) == variables_name(
+        [a, tf.constant(2.0)], EVERYONE
+    )
 
 
 def test_names_in_a_graph() -> None:
-    assert in_this_graph("p") == in_this_graph("p") == "p"
+    assert in_this_graph("p", EVERYONE) == in_this_graph("p", EVERYONE) == "p"
     for _ in range(2):
         with tf.Graph().as_default():
-            assert [in_this_graph("p") for _ in range(3)] == ["p", "p_again1", "p_again2"]
+            assert [in_this_graph("p", EVERYONE) for _ in range(3)] == ["p", "p_again1", "p_again2"]
+
+
+def test_names_are_counted_for_each_process_set() -> None:
+    pair = SimpleNamespace(ranks=[0, 1], is_global=lambda: False)
+    names = [InstanceName("x") for _ in range(3)]
+    begin = int(names[0]((), EVERYONE).rsplit("_", 1)[1])
+    # Ranks that are not in the pair have none of its events.
+    names[1]((), pair)
+    assert names[2]((), EVERYONE) == f"hvdtrain_x_{begin + 1}"
+    with tf.Graph().as_default():
+        assert [in_this_graph("p", pair), in_this_graph("p", EVERYONE)] == ["p_of_0-1", "p"]
 
 
 def test_bf16_rounds_and_leaves_integers() -> None:

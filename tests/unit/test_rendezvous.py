@@ -184,6 +184,23 @@ def test_requests_of_no_worker(
     )
 
 
+def test_a_scope_that_is_done_leaves_the_others_as_they_are() -> None:
+    """Ranks that start Horovod again find no addresses of the first start, in whatever order they were done."""
+    server = Rendezvous(lambda: "127.0.0.1")
+    port = server.start()
+    try:
+        server._httpd.scope_size = {"local_a": 2, "cross_0": 1}
+        assert ask(port, "PUT", "/local_a/0", b"first start")[0] == 200
+        for done in ("/local_a/0", "/cross_0/0", "/local_a/1"):
+            assert ask(port, "DELETE", done)[0] == 200
+        assert ask(port, "GET", "/local_a/0")[0] == 404
+        assert ask(port, "PUT", "/local_a/0", b"second start")[0] == 200
+        assert ask(port, "DELETE", "/local_a/1")[0] == 200
+        assert ask(port, "GET", "/local_a/0")[0] == 200, "one of two is done"
+    finally:
+        server.stop()
+
+
 def test_it_listens_at_its_address_alone(port: int) -> None:
     with socket.socket() as other:
         # Another of the loopback's addresses is still free: nobody listens at all of them.

@@ -79,14 +79,26 @@ class CompletedCommand:
 
 
 def run(
-    argv: Sequence[str], *, limit: float, environ: Mapping[str, str], stdin: str = ""
+    argv: Sequence[str],
+    *,
+    limit: float,
+    environ: Mapping[str, str],
+    stdin: str = "",
+    mark: str = "",
 ) -> CompletedCommand | None:
     """Run `argv` for at most `limit` seconds. Returns None if there is no such program.
 
     Launchers start processes in sessions of their own, so everything that the command starts is found, and ended, by a
     mark in its environment.
+
+    Args:
+        argv: Program and its arguments.
+        limit: Time limit in seconds.
+        environ: Complete environment of the program.
+        stdin: What it reads.
+        mark: The mark, for `signal_launch`; default: one of its own.
     """
-    mark = f"bounded-{uuid.uuid4().hex}"
+    mark = mark or new_mark()
     return _run(
         argv,
         {**environ, LAUNCH_ID: mark},
@@ -95,6 +107,11 @@ def run(
         _KEPT_BYTES,
         lambda: signal_launch(mark, signal.SIGKILL),
     )
+
+
+def new_mark() -> str:
+    """Return a mark for the processes of a command."""
+    return f"bounded-{uuid.uuid4().hex}"
 
 
 def ask(

@@ -58,7 +58,7 @@ class ShardedReducer(OptimizerReducer):
     ) -> list[Gradient]:
         """Return this rank's parts, each of shape (size,), of the reduced gradients, in the same order."""
         assert positions is not None
-        prefix = self._prefix(variables)
+        prefix = self._name(variables)
         parts = []
         for gradient, variable, position in zip(gradients, variables, positions, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
@@ -67,7 +67,7 @@ class ShardedReducer(OptimizerReducer):
                 continue
             flat = tf.reshape(gradient, [-1])
             if self.is_local(variable):
-                parts.append(self._keep_local(flat, self.reduction.process_set.size()))
+                parts.append(self._keep_local(flat))
                 continue
             how = self._options_for(variable, weighted)
             part = how.process_set.reducescatter(
@@ -85,7 +85,7 @@ class ShardedReducer(OptimizerReducer):
         A row that occurs twice remains two slices, since plain Keras also squares and clips slices one by one.
         """
         if self.is_local(variable):
-            reduced = self._keep_local(slices, self.reduction.process_set.size())
+            reduced = self._keep_local(slices)
         else:
             reduced = reduce_sparse(slices, name, self._options_for(variable, weighted), variable)
         return elements_of(reduced, self.partition(variable))
@@ -101,7 +101,7 @@ class ShardedReducer(OptimizerReducer):
             return [self._options_for(variable, False).process_set, *further]
 
         rest = [] if position is None else [position.pipeline_set]
-        name = f"{self._prefix(())}_norm"
+        name = f"{self._name()}_norm"
         return clip_by_norm(gradients, self.pending, limit, together, parts, rest, name)
 
     def whole(
@@ -114,7 +114,7 @@ class ShardedReducer(OptimizerReducer):
             variables: For each part, the variable that is divided in the same way.
             names: For each part, the last piece of its collective's name.
         """
-        prefix = f"{self._prefix(())}_whole"
+        prefix = f"{self._name()}_whole"
         found = []
         for part, variable, name in zip(parts, variables, names, strict=True):
             partition = self.partition(variable)

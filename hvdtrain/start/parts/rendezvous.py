@@ -32,6 +32,7 @@ from horovod.runner.common.util.network import Wire
 from horovod.runner.elastic.rendezvous import PUT_WORKER_ADDRESSES, create_rendezvous_handler
 from horovod.runner.elastic.worker import HostsUpdatedRequest
 from horovod.runner.http.http_server import (
+    OK,
     RendezvousHandler,
     RendezvousHTTPServer,
     RendezvousServer,
@@ -99,6 +100,26 @@ class _Guard(RendezvousHandler):
     def do_HEAD(self) -> None:
         # SimpleHTTPRequestHandler's method would list the files in the working folder.
         self.send_status_code(FORBIDDEN)
+
+    def do_DELETE(self) -> None:
+        """Note that a rank has found the others of a scope; forget the scope when all have.
+
+        Horovod's method then also forgets who is done with the other scopes. Their addresses remain, and ranks that
+        shut Horovod down and start it again may take them for those of the second start.
+        """
+        server = self.server
+        _, scope, key = [*self.path.split("/"), "", ""][:3]
+        if scope not in server.scope_size:
+            super().do_DELETE()
+            return
+        with server.finished_list_lock:
+            done = server.finished_list[scope]
+            done.append(key)
+            if len(done) == server.scope_size[scope]:
+                del server.finished_list[scope]
+                with server.cache_lock:
+                    server.cache.get(scope, {}).clear()
+        self.send_status_code(OK)
 
     def do_PUT(self) -> None:
         try:

@@ -320,3 +320,30 @@ def case_process_set() -> dict[str, Any]:
         x, y = IMAGES[rows], LABELS[rows]
     whole.fit(x, y, batch_size=LOCAL_BATCH * (2 if RANK < 2 else 1), shuffle=False, verbose=0)
     return {"difference": difference(weights(model), weights(whole))}
+
+
+def case_set_and_global() -> list[list[float]]:
+    """Ranks 0 and 1 have an optimizer, a tape and an unnamed collective of their own before those of all ranks."""
+    pair = hvd.add_process_set([0, 1])
+    of_pair, of_all = (tf.Variable(np.zeros(3, "float32")) for _ in range(2))
+    mine = tf.constant([1.0, 2.0, 4.0]) * (1 + RANK)
+    first = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair)
+    second = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    first.apply([mine], [of_pair])
+    second.apply([mine], [of_all])
+
+    with hvd.DistributedGradientTape(tf.GradientTape(), process_set=pair) as tape:
+        loss = tf.reduce_sum(of_pair * mine)
+    taped_of_pair = tape.gradient(loss, [of_pair])[0]
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = tf.reduce_sum(of_all * mine)
+    taped_of_all = tape.gradient(loss, [of_all])[0]
+
+    @tf.function
+    def reduced(x: tf.Tensor) -> tf.Tensor:
+        if RANK < 2:
+            x = hvd.allreduce(x, op=hvd.Sum, process_set=pair)
+        return hvd.allreduce(x, op=hvd.Sum)
+
+    found = (of_pair, of_all, taped_of_pair, taped_of_all, reduced(mine))
+    return [np.asarray(one).tolist() for one in found]
