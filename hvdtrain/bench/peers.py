@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ def measure_peers(
 
     def job(name: str) -> Job:
         way = WAYS[name]
-        modules = {"torch": torch_peer.__file__, **dict.fromkeys(("horovod", *_BUILD), __file__)}
+        modules = {"torch": torch_peer.__file__, **dict.fromkeys(_BUILD, __file__)}
         script = Path(modules.get(name, scaling.__file__))
         options = {"way": name, "name": model, "batch_size": batch_size}
         if way.cores == "all":
@@ -128,17 +128,15 @@ def build(way: str, name: str, batch_size: int, cores: int = 1) -> Training:
         batch_size: Number of examples per process.
         cores: Number of cores of the process.
     """
-    if way == "horovod":
-        return _horovod(name, batch_size)
-    return Training(_BUILD[way](name, batch_size, cores), 0, batch_size)
+    return _BUILD[way](name, batch_size, cores)
 
 
-def _threads(name: str, batch_size: int, cores: int) -> Callable[[], float]:
+def _threads(name: str, batch_size: int, cores: int) -> Training:
     take_core(0, cores)
-    return training_step("plain", name, batch_size, 0, 1)
+    return Training(training_step("plain", name, batch_size, 0, 1), 0, batch_size)
 
 
-def _mirrored(name: str, batch_size: int, cores: int) -> Callable[[], float]:
+def _mirrored(name: str, batch_size: int, cores: int) -> Training:
     import keras
     import tensorflow as tf
 
@@ -164,10 +162,10 @@ def _mirrored(name: str, batch_size: int, cores: int) -> Callable[[], float]:
         )
 
     batches = itertools.repeat((part(x), part(y)))
-    return lambda: float(model.train_function(batches)["loss"])
+    return Training(lambda: float(model.train_function(batches)["loss"]), 0, batch_size)
 
 
-def _horovod(name: str, batch_size: int) -> Training:
+def _horovod(name: str, batch_size: int, cores: int) -> Training:
     keep_mpi()
     import horovod.tensorflow.keras as hvd
     import tensorflow as tf
@@ -191,7 +189,7 @@ def _horovod(name: str, batch_size: int) -> Training:
     )
 
 
-_BUILD = {"threads": _threads, "mirrored": _mirrored}
+_BUILD = {"threads": _threads, "mirrored": _mirrored, "horovod": _horovod}
 
 
 if __name__ == "__main__":

@@ -126,24 +126,9 @@ def build(way: str, name: str, batch_size: int, core: int = 0) -> Training:
     rank, size = hvd.rank(), hvd.size()
     take_core(hvd.local_rank())
     step = training_step(way, name, batch_size, rank, size)
-    if way not in get_args(Raw):
-        return Training(step, rank, batch_size * size, resume=start, pause=hvd.shutdown)
-    exchange = raw_collectives(hvd, cast(Raw, way))("allreduce", -(-_values(name) // size))
-    hvd.shutdown()
-
-    def both() -> float:
-        loss = step()
-        exchange(1)
-        return loss
-
-    return Training(both, rank, batch_size * size)
-
-
-def _values(name: str) -> int:
-    """Return the number of values of a network's gradients."""
-    from hvdtrain.bench.networks import MODELS
-
-    return sum(math.prod(variable.shape) for variable in MODELS[name]().trainable_variables)
+    if way in get_args(Raw):
+        return Training(step, rank, batch_size * size)
+    return Training(step, rank, batch_size * size, resume=start, pause=hvd.shutdown)
 
 
 def training_step(
@@ -152,7 +137,7 @@ def training_step(
     """Return a function that trains one step and returns the loss.
 
     Args:
-        way: As for `build`; "mpi" and "tcp" are "plain" here.
+        way: As for `build`; "mpi" and "tcp" need Horovod, which they shut down.
         name: Name of a network in bench.networks.
         batch_size: Number of examples per rank.
         rank: Rank of this process.
@@ -181,7 +166,26 @@ def training_step(
     model.make_train_function()
     batches = itertools.repeat((tf.constant(x), tf.constant(y)))
 
-    return lambda: float(model.train_function(batches)["loss"])
+    def step() -> float:
+        return float(model.train_function(batches)["loss"])
+
+    return _with_raw_exchange(step, model, cast(Raw, way)) if way in get_args(Raw) else step
+
+
+def _with_raw_exchange(step: Callable[[], float], model: Any, raw: Raw) -> Callable[[], float]:
+    """Return `step` with an exchange of as many bytes as the gradients have behind it, without Horovod."""
+    import horovod.tensorflow as hvd
+
+    values = sum(math.prod(variable.shape) for variable in model.trainable_variables)
+    exchange = raw_collectives(hvd, raw)("allreduce", -(-values // hvd.size()))
+    hvd.shutdown()
+
+    def both() -> float:
+        loss = step()
+        exchange(1)
+        return loss
+
+    return both
 
 
 def _bare(plain: type) -> type:

@@ -31,10 +31,8 @@ def as_one(
     dtype = tensors[0].dtype
     shapes = list(map(_shape_of, tensors))
     # Horovod compares the lengths. Zeros make them differ where the shapes do: a multiple of _UNIT, and a code below it
-    # that no other number of elements makes up for.
-    with tf.device(
-        "CPU:0"
-    ):  # In main memory, which is where shapes are that are only known at run time.
+    # that no other number of elements makes up for. Shapes that are only known at run time are in main memory.
+    with tf.device("CPU:0"):
         code = sum(pow(31, 1 + place, _UNIT) * _code(shape) for place, shape in enumerate(shapes))
         padding = -sum(map(_elements, shapes)) % _UNIT + code % _UNIT
     padded = [*tensors, tf.zeros([padding], dtype)]

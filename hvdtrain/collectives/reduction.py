@@ -335,7 +335,8 @@ def _with_shape_of(variable: Any, gradient: Gradient) -> Gradient:
     held = tf_variable(variable)
     if not isinstance(held, tf.Variable) or isinstance(gradient, tf.IndexedSlices):
         return gradient
-    return tf.ensure_shape(gradient, held.shape)
+    is_known = tf.TensorShape(gradient.shape).is_fully_defined()
+    return gradient if is_known else tf.ensure_shape(gradient, held.shape)
 
 
 def _ready(gradient: Gradient, reduction: Reduction) -> Gradient:
