@@ -2,7 +2,7 @@
 
 Each way trains in turns with one process of Keras on all cores, so that their ratio hardly depends on the machine's
 varying speed. All train the same network on the same global batch, held in memory, with SGD and momentum: Keras on one
-core (with its share of the batch), MirroredStrategy, Horovod's own optimizer on tf-keras, started by plain horovodrun,
+core (with its share of the batch), MirroredStrategy, Horovod's own optimizer on tf-keras, with Horovod's own settings,
 and PyTorch's DistributedDataParallel. Ways that are not installed are left out.
 """
 
@@ -61,7 +61,7 @@ def measure_peers(
     passes: int,
     size: int,
     launch: Launch,
-    plain_horovodrun: Launch,
+    without_settings: Launch,
 ) -> Iterator[tuple[str, list[Comparison] | EngineError]]:
     """Yield the examples per second of the reference and of each other way that is installed, in each pass.
 
@@ -73,7 +73,7 @@ def measure_peers(
         passes: Number of passes: a turn of the reference, and one of the other.
         size: Number of cores, and of ranks.
         launch: See `measurement.Launch`.
-        plain_horovodrun: A Launch that starts ranks with plain horovodrun.
+        without_settings: A Launch that starts ranks without hvdtrain's settings.
 
     Raises:
         EngineError: If a way of Keras or hvdtrain failed.
@@ -87,7 +87,7 @@ def measure_peers(
         if way.cores == "all":
             options["batch_size"], options["cores"] = batch_size * size, size
         ranks = size if way.cores == "each" else 1
-        begin = {"horovod": plain_horovodrun, "torch": torchrun}.get(name, launch)
+        begin = {"horovod": without_settings, "torch": torchrun}.get(name, launch)
         return start(begin, ranks, script, options, _environment(name, way, size))
 
     with in_turns() as start:

@@ -13,7 +13,6 @@ from hvdtrain.bench.bandwidth import FACTORS, RAW, SIZES, Timing, measure_collec
 from hvdtrain.bench.figures import Figure
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, in_passes, medians
-from hvdtrain.bench.measurement import horovodrun as plain_horovodrun
 from hvdtrain.bench.peers import REFERENCE, WAYS, measure_peers
 from hvdtrain.bench.pipeline_bubble import LAYERS, Bubble, measure_bubble, theory
 from hvdtrain.bench.scaling import Pass, measure
@@ -34,6 +33,7 @@ from hvdtrain.cli.bench_options import (
 )
 from hvdtrain.errors import EngineError
 from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.launchers.horovodrun import STAND_IN
 from hvdtrain.launch.running.timed_command import ending_commands
 
 
@@ -117,7 +117,8 @@ def peers(
     title = announce(f"{model}, batch {batch_size} per core, {np} cores, {chosen}")
 
     def plain(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
-        return [*plain_horovodrun(np, chosen), sys.executable, str(script), *arguments]
+        # With horovodrun itself, ranks that start Horovod again may find old addresses (start/parts/rendezvous.py).
+        return [*STAND_IN, "-np", str(np), f"--{chosen}", sys.executable, str(script), *arguments]
 
     done: dict[str, list[Comparison]] = {}
     for name, turns in measure_peers(model, batch_size, passes, np, launch, plain):

@@ -84,8 +84,13 @@ class Communicator(ABC):
         return True
 
     def size_at_run(self) -> Any:
-        """Return the number of ranks; a scalar float32 tensor in a graph that may outlive a change of it."""
+        """Return the number of ranks; a scalar int32 tensor in a graph that may outlive a change of it."""
         return self.size()
+
+    def divide(self, value: Any) -> Any:
+        """Return `value` (a float, or a float32 tensor) divided by `size_at_run`."""
+        size = self.size_at_run()
+        return value / (tf.cast(size, tf.float32) if tf.is_tensor(size) else size)
 
     @abstractmethod
     def is_global(self) -> bool:
@@ -288,7 +293,7 @@ class HorovodRanks(Communicator):
     def size_at_run(self) -> Any:
         if tf.executing_eagerly() or not self._may_grow():
             return self.size()
-        return tf.cast(hvd.size_op(self.process_set.process_set_id), tf.float32)
+        return hvd.size_op(self.process_set.process_set_id)
 
     def is_global(self) -> bool:
         return bool(self.size() == hvd.size())

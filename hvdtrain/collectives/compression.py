@@ -8,6 +8,8 @@ of float32 (float16 overflows above 65504) and float32 accumulation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 from horovod.tensorflow.compression import Compression as HorovodCompression
 from horovod.tensorflow.compression import Compressor
@@ -49,7 +51,7 @@ class Compression(HorovodCompression):
     top_k = TopK
 
 
-def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: float = 1.0) -> tf.Tensor:
+def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: Any = 1.0) -> tf.Tensor:
     """Return the sum of `tensor` over the ranks, times `factor`. A collective.
 
     Each rank's input and the sum are rounded to bfloat16 once (relative error 2**-9 each).
@@ -58,9 +60,9 @@ def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: float = 
         tensor: Floating-point tensor of any shape, static or dynamic; the shape is the same on every rank.
         name: First part of the collectives' names.
         ranks: Ranks to sum over.
-        factor: Factor for the sum.
+        factor: Factor for the sum: a float, or a scalar float32 tensor.
     """
-    size = ranks.size()
+    size = ranks.size_at_run()
     flat = tf.reshape(tensor, [-1])
     elements = tf.size(flat)
     part = -(-elements // size)
@@ -71,7 +73,7 @@ def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: float = 
     sums, _ = BF16Compressor.compress(tf.reduce_sum(parts, axis=0))
     gathered = ranks.allgather(sums, f"{name}_sums")
     total = BF16Compressor.decompress(gathered[:elements], tf.float32)
-    scaled = total if factor == 1.0 else total * factor
+    scaled = total if not tf.is_tensor(factor) and factor == 1.0 else total * factor
     whole = tf.reshape(tf.cast(scaled, tensor.dtype), tf.shape(tensor))
     return tf.ensure_shape(whole, tensor.shape)
 

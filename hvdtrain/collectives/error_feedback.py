@@ -161,15 +161,18 @@ class _Largest(Memory):
         self, whole: tf.Tensor, name: str, ranks: Communicator, op: Any
     ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
         _, places = tf.math.top_k(tf.abs(whole), self._count, sorted=False)
-        size = ranks.size()
         values = ranks.allgather(tf.gather(whole, places), f"{name}_values")
         everywhere = ranks.allgather(places, f"{name}_places")
         # Add in the order of ranks, so that the sum is bitwise equal on all of them.
-        total = tf.zeros_like(whole)
-        for of_rank, theirs in zip(tf.split(values, size), tf.split(everywhere, size), strict=True):
-            total = tf.tensor_scatter_nd_add(total, theirs[:, tf.newaxis], of_rank)
+        total = tf.foldl(
+            lambda sums, of_rank: tf.tensor_scatter_nd_add(
+                sums, of_rank[1][:, tf.newaxis], of_rank[0]
+            ),
+            [tf.reshape(one, [-1, self._count]) for one in (values, everywhere)],
+            tf.zeros_like(whole),
+        )
         sent = tf.scatter_nd(places[:, tf.newaxis], tf.gather(whole, places), tf.shape(whole))
-        return (total / size if op == Average else total), sent, []
+        return (ranks.divide(total) if op == Average else total), sent, []
 
 
 def refuse_lossy(compression: Any, where: str) -> None:

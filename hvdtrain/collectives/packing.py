@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
+
+Item = TypeVar("Item")
 
 _UNIT = 251
 """The lengths of packed tensors are a multiple of this, a prime, plus a code of their shapes."""
@@ -35,27 +37,14 @@ def as_one(
     with tf.device("CPU:0"):
         code = sum(pow(31, 1 + place, _UNIT) * _code(shape) for place, shape in enumerate(shapes))
         padding = -sum(map(_elements, shapes)) % _UNIT + code % _UNIT
-    padded = [*tensors, tf.zeros([padding], dtype)]
-    return unpack(collective(pack(padded, dtype)), padded)[:-1]
-
-
-def pack(values: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
-    """Return all elements of `values` (tensors or variables) as one vector of `dtype`, for a single collective."""
-    return tf.concat([tf.reshape(tf.cast(value, dtype), [-1]) for value in values], axis=0)
-
-
-def unpack(flat: tf.Tensor, values: Sequence[Any]) -> list[tf.Tensor]:
-    """Return the parts of `flat`, a result of `pack(values, ...)`, in the shapes and dtypes of `values`."""
-    shapes = list(map(_shape_of, values))
-    with tf.device("CPU:0"):
-        sizes = list(map(_elements, shapes))
+        sizes = [*map(_elements, shapes), padding]
         if any(map(tf.is_tensor, sizes)):
             sizes = tf.stack([tf.cast(size, tf.int64) for size in sizes])
-    parts = tf.split(flat, sizes, num=len(values))
-    return [
-        tf.cast(tf.reshape(part, shape), value.dtype)
-        for part, shape, value in zip(parts, shapes, values, strict=True)
-    ]
+    whole = tf.concat(
+        [*(tf.reshape(tensor, [-1]) for tensor in tensors), tf.zeros([padding], dtype)], axis=0
+    )
+    parts = tf.split(collective(whole), sizes, num=len(tensors) + 1)
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=False)]
 
 
 def by_dtype(values: Sequence[Any]) -> list[list[int]]:
@@ -67,16 +56,18 @@ def by_dtype(values: Sequence[Any]) -> list[list[int]]:
     return list(found.values())
 
 
-def bounded_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Group the indices of `sizes`, in order, so that each group's sum is at most `limit` or it has one member."""
-    groups: list[list[int]] = []
+def bounded_groups(
+    items: Iterable[Item], size: Callable[[Item], int], limit: int
+) -> list[list[Item]]:
+    """Group `items`, in order, so that the sizes of a group add up to at most `limit`, or it has one member."""
+    groups: list[list[Item]] = []
     total = 0
-    for place, size in enumerate(sizes):
-        if not groups or total + size > limit:
+    for item in items:
+        if not groups or total + size(item) > limit:
             groups.append([])
             total = 0
-        groups[-1].append(place)
-        total += size
+        groups[-1].append(item)
+        total += size(item)
     return groups
 
 

@@ -17,7 +17,7 @@ In addition to those of communicator.py, two rules keep ranks from waiting for e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -52,6 +52,8 @@ SMALL = 1 << 18
 """Number of elements below which gradients are sent together: 1 MiB of float32."""
 BUCKET = 1 << 20
 """Maximum number of elements of a bucket."""
+GROUP = 1 << 26
+"""Maximum number of elements of one tensor with `groups`: copies take memory."""
 
 Gradient: TypeAlias = Any
 """tf.Tensor, tf.IndexedSlices or None; Any, because TensorFlow has no type annotations."""
@@ -240,7 +242,7 @@ class GradientReducer:
                     how[first].postscale_factor,
                 )
                 continue
-            reduced = _reduce_group([ready[p] for p in group], name, how[first])
+            reduced = _reduce_dense([ready[p] for p in group], name, how[first])
             for place, gradient in zip(group, reduced, strict=True):
                 result[place] = gradient
         return result
@@ -253,14 +255,16 @@ class GradientReducer:
 
     def _keep_local(self, gradient: Gradient) -> Gradient:
         """Return a local gradient, divided by the number of ranks if `scale_local_gradients` (as in Horovod)."""
-        factor = self.reduction.postscale_factor
+        factor: Any = self.reduction.postscale_factor
         if self.reduction.scale_local_gradients:
-            factor /= self.reduction.process_set.size_at_run()
+            factor = self.reduction.process_set.divide(factor)
         return gradient if _is_one(factor) else scaled(gradient, factor)
 
     def _options_for(self, variable: Any, weighted: bool) -> Reduction:
         """Return the options for the gradient of `variable`, with the ranks that hold the variable."""
         reduction = self.reduction
+        if self._is_sent_as_it_is(variable):
+            reduction = replace(reduction, compression=Compression.none)
         if weighted:
             reduction = replace(reduction, op=Sum, gradient_predivide_factor=1.0)
         position = reduction.position
@@ -270,6 +274,14 @@ class GradientReducer:
         if reduction.op == Sum:
             factor /= position.copies(variable)
         return replace(reduction, process_set=position.holders(variable), postscale_factor=factor)
+
+    def _is_sent_as_it_is(self, variable: Any) -> bool:
+        """Whether the gradient of `variable` is one that the compression leaves as it is."""
+        compression = self.reduction.compression
+        if isinstance(compression, Lossy):
+            return id(tf_variable(variable)) not in self.memories
+        elements = _elements(variable) or BF16_MIN_ELEMENTS
+        return compression is BF16Compressor and elements < BF16_MIN_ELEMENTS
 
     def _groups(
         self,
@@ -289,45 +301,40 @@ class GradientReducer:
             number = {id(tf_variable(v)): n for n, group in enumerate(groups) for v in group}
             key = {p: number.get(id(tf_variable(variables[p])), -1 - p) for p in shared}
             wanted = [[p for p in shared if key[p] == k] for k in dict.fromkeys(key.values())]
-        parts = [part for group in wanted for part in _over_same_ranks(group, ready, how)]
-        if groups is not None:
-            return parts
-        compression = self.reduction.compression
-        lossy = compression is BF16Compressor or isinstance(compression, Lossy)
-        if lossy or self.reduction.op == Adasum:
+        if self.reduction.op == Adasum:
             return [[place] for place in shared]
-        # Not before: other ranks may hold parts of other sizes of a variable that is divided over them.
-        return [bucket for part in parts for bucket in _buckets(part, variables, ready)]
+        most, small = (BUCKET, SMALL) if groups is None else (GROUP, GROUP)
+
+        def room(place: int) -> int:
+            # In a graph, other ranks may know another part of a tensor's shape; variables have the same everywhere.
+            if not isinstance(tf_variable(variables[place]), tf.Variable):
+                return most + 1 if groups is None else 0
+            elements = _elements(variables[place])
+            return most + 1 if elements is None or elements >= small else elements
+
+        # In the order in which a backward pass computes them. Not before they are split by ranks: others may hold parts
+        # of other sizes of a variable that is divided over them.
+        parts = [part for group in wanted for part in _over_same_ranks(group, ready, how)]
+        return [bucket for part in parts for bucket in bounded_groups(part[::-1], room, most)]
 
 
 def _over_same_ranks(
     group: list[int], ready: dict[int, Gradient], how: dict[int, Reduction]
 ) -> list[list[int]]:
-    """Split `group` into parts that are reduced over the same ranks; a sparse gradient is one of its own."""
+    """Split `group` into parts that are reduced over the same ranks; what is sparse or compressed is alone."""
     parts: dict[Any, list[int]] = {}
     for place in group:
-        alone = place if isinstance(ready[place], tf.IndexedSlices) else None
+        compression = how[place].compression
+        is_own = compression is BF16Compressor or isinstance(compression, Lossy)
+        alone = place if is_own or isinstance(ready[place], tf.IndexedSlices) else None
         parts.setdefault((alone, tuple(how[place].process_set.ranks)), []).append(place)
     return list(parts.values())
 
 
-def _buckets(
-    places: Sequence[int], variables: Sequence[Any], gradients: Mapping[int, Gradient]
-) -> list[list[int]]:
-    """Return `places` in the order in which a backward pass computes them, those of small neighbours in buckets."""
-    order = places[::-1]
-    sizes = [_room(variables[place], gradients[place]) for place in order]
-    return [[order[i] for i in bucket] for bucket in bounded_groups(sizes, BUCKET)]
-
-
-def _room(variable: Any, gradient: Gradient) -> int:
-    """Return the number of elements of a small gradient; more than a bucket's for one that is sent alone."""
-    # In a graph, other ranks may know another part of a tensor's shape; that of a variable is the same everywhere.
-    is_known = isinstance(tf_variable(variable), tf.Variable)
-    if not is_known or isinstance(gradient, tf.IndexedSlices):
-        return BUCKET + 1
-    elements = tf.TensorShape(variable.shape).num_elements()
-    return elements if elements is not None and elements < SMALL else BUCKET + 1
+def _elements(variable: Any) -> int | None:
+    """Return the number of elements of a variable or tensor; None: unknown."""
+    elements: int | None = tf.TensorShape(variable.shape).num_elements()
+    return elements
 
 
 def _with_shape_of(variable: Any, gradient: Gradient) -> Gradient:
@@ -347,48 +354,33 @@ def _ready(gradient: Gradient, reduction: Reduction) -> Gradient:
     return gradient
 
 
-def _reduce_group(tensors: list[tf.Tensor], name: str, reduction: Reduction) -> list[tf.Tensor]:
+def _reduce_dense(tensors: list[tf.Tensor], name: str, reduction: Reduction) -> list[tf.Tensor]:
     """Return `tensors` reduced as one tensor for each dtype that is sent."""
-    if len(tensors) == 1:
-        return [_reduce_dense(tensors[0], name, reduction)]
-    if reduction.compression is BF16Compressor:
-        return [_reduce_dense(t, f"{name}_{i}", reduction) for i, t in enumerate(tensors)]
-    compression = reduction.compression
+    compression, predivide = reduction.compression, reduction.gradient_predivide_factor
     with on_device(reduction.device_dense):
+        if compression is BF16Compressor:
+            (only,) = tensors  # See _over_same_ranks.
+            return [_reduce_bf16(only, name, reduction)]
         wires, contexts = zip(*map(compression.compress, tensors), strict=True)
         found: dict[int, tf.Tensor] = {}
         # Numbered: a dtype that differs between ranks must be an error, not a collective of its own.
         for number, places in enumerate(by_dtype(wires)):
-            parts = [wires[place] for place in places]
             reduced = reduction.process_set.grouped_allreduce(
-                parts, f"{name}_{number}", **_scaling(reduction)
+                [wires[place] for place in places],
+                f"{name}_{number}" if number else name,
+                reduction.op,
+                1.0 / predivide,
+                predivide * reduction.postscale_factor,
             )
             found |= zip(places, reduced, strict=True)
         return [compression.decompress(found[place], c) for place, c in enumerate(contexts)]
 
 
-def _scaling(reduction: Reduction) -> dict[str, Any]:
-    predivide = reduction.gradient_predivide_factor
-    return {
-        "op": reduction.op,
-        "prescale_factor": 1.0 / predivide,
-        "postscale_factor": predivide * reduction.postscale_factor,
-    }
-
-
-def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tensor:
-    compression = reduction.compression
-    small = (tensor.shape.num_elements() or BF16_MIN_ELEMENTS) < BF16_MIN_ELEMENTS
-    with on_device(reduction.device_dense):
-        if compression is BF16Compressor and not small:
-            ranks = reduction.process_set.size()
-            factor = reduction.postscale_factor / (ranks if reduction.op == Average else 1)
-            return bf16_sum(tensor, name, reduction.process_set, factor)
-        if compression is BF16Compressor or isinstance(compression, Lossy):
-            compression = Compression.none
-        wire, context = compression.compress(tensor)
-        found = reduction.process_set.allreduce(wire, name, **_scaling(reduction))
-        return compression.decompress(found, context)
+def _reduce_bf16(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tensor:
+    ranks, factor = reduction.process_set, reduction.postscale_factor
+    return bf16_sum(
+        tensor, name, ranks, ranks.divide(factor) if reduction.op == Average else factor
+    )
 
 
 def reduce_sparse(
@@ -403,7 +395,9 @@ def reduce_sparse(
         variable: Variable that the gradient is for.
     """
     ranks = reduction.process_set
-    factor = reduction.postscale_factor / (ranks.size_at_run() if reduction.op == Average else 1)
+    factor: Any = reduction.postscale_factor
+    if reduction.op == Average:
+        factor = ranks.divide(factor)
     with on_device(reduction.device_sparse):
         step = current_step()
         once = None if step is None else id(tf_variable(variable)) in step.once

@@ -9,7 +9,6 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Average, Communicator
-from hvdtrain.collectives.packing import pack, unpack
 from hvdtrain.keras_internals.models import own_non_trainable_variables
 from hvdtrain.keras_internals.variables import row_states, seed_variables, tf_variable, unique
 
@@ -48,9 +47,10 @@ def average_statistics(
     targets = [tf_variable(v) for v in statistics_variables(model, local)]
     if not targets or ranks.size() == 1:
         return
-    mean = ranks.allreduce(pack(targets, tf.float64), "hvdtrain_statistics", Average)
-    for target, part in zip(targets, unpack(mean, targets), strict=True):
-        target.assign(part)
+    exact = [tf.cast(target, tf.float64) for target in targets]
+    means = ranks.grouped_allreduce(exact, "hvdtrain_statistics", Average)
+    for target, mean in zip(targets, means, strict=True):
+        target.assign(tf.cast(mean, target.dtype))
 
 
 def fold_rank_into_seeds(model: keras.Model, rank: int) -> None:

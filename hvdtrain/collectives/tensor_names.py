@@ -11,10 +11,11 @@ The counters live as long as the process, as Horovod's own table of names does.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import tensorflow as tf
 
@@ -23,12 +24,12 @@ from hvdtrain.keras_internals.variables import tf_variable
 Group = tuple[int, ...]
 """Members of a process set; () for the global one."""
 
-_instances: Counter[Group] = Counter()
-_tuples: Counter[Group] = Counter()
+_Counters: TypeAlias = defaultdict[Any, Iterator[int]]
+
+_instances: _Counters = defaultdict(itertools.count)
+_tuples: _Counters = defaultdict(itertools.count)
 _variable_tuples: dict[tuple[Group, tuple[str, ...]], int] = {}
-_prefixes_in_graph: weakref.WeakKeyDictionary[Any, Counter[tuple[Group, str]]] = (
-    weakref.WeakKeyDictionary()
-)
+_prefixes_in_graph: weakref.WeakKeyDictionary[Any, _Counters] = weakref.WeakKeyDictionary()
 
 
 class Ranks(Protocol):
@@ -45,11 +46,6 @@ def _group_of(ranks: Ranks) -> Group:
     return () if ranks.is_global() else tuple(ranks.ranks)
 
 
-def _next(counter: Counter[Any], key: Any) -> int:
-    counter[key] += 1
-    return counter[key] - 1
-
-
 class InstanceName:
     """Name of an object's collectives, numbered at its first use, not at its creation.
 
@@ -64,7 +60,7 @@ class InstanceName:
     def __call__(self, variables: Sequence[Any], ranks: Ranks) -> str:
         del variables
         if self._number is None:
-            self._number = _next(_instances, _group_of(ranks))
+            self._number = next(_instances[_group_of(ranks)])
         return f"hvdtrain_{self._kind}_{self._number}"
 
 
@@ -75,7 +71,7 @@ def variables_name(variables: Sequence[Any], ranks: Ranks) -> str:
     group = _group_of(ranks)
     key = group, tuple(getattr(tf_variable(v), "_unique_id", "tensor") for v in variables)
     if key not in _variable_tuples:
-        _variable_tuples[key] = _next(_tuples, group)
+        _variable_tuples[key] = next(_tuples[group])
     return f"hvdtrain_tape_{_variable_tuples[key]}"
 
 
@@ -88,7 +84,8 @@ def in_this_graph(prefix: str, ranks: Ranks) -> str:
     if tf.executing_eagerly():
         return prefix
     graph, group = tf.compat.v1.get_default_graph(), _group_of(ranks)
-    before = _next(_prefixes_in_graph.setdefault(graph, Counter()), (group, prefix))
+    counters = _prefixes_in_graph.setdefault(graph, defaultdict(itertools.count))
+    before = next(counters[group, prefix])
     name = f"{prefix}_of_{runs_of(group)}" if group else prefix
     return f"{name}_again{before}" if before else name
 

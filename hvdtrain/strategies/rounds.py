@@ -11,7 +11,8 @@ learning rate schedules stay aligned over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -21,7 +22,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator, LoneRank
 from hvdtrain.collectives.compression import bf16_sum, int8_sum
 from hvdtrain.collectives.mesh import Position
-from hvdtrain.collectives.packing import by_dtype, pack, unpack
+from hvdtrain.collectives.packing import as_one, bounded_groups, by_dtype
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
@@ -35,6 +36,9 @@ from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.strategy import Logs, Steps
 
 Sync: TypeAlias = LocalSGD | DiLoCo
+
+AT_ONCE = 1 << 24
+"""Maximum number of elements that are synchronized at once, unless a variable has more: copies take memory."""
 
 
 class Rounds:
@@ -93,11 +97,9 @@ class Rounds:
         if isinstance(self._sync, DiLoCo):
             self._outer_step(self._sync, part)
         else:
-            variables = [*self._weights, *self._slots]
-            for numbers in _floating_by_dtype(variables):
-                targets = [variables[number] for number in numbers]
-                values = _summed([v.value() for v in targets], part, self._ranks, "float32")
-                _assign(targets, values)
+            for targets in _together([*self._weights, *self._slots]):
+                values = [target.value() for target in targets.values()]
+                _assign(targets.values(), _summed(values, part, self._ranks, "float32"))
         self.steps = self._local_examples = self._global_examples = 0
 
     def _outer_step(self, sync: DiLoCo, part: float) -> None:
@@ -105,14 +107,14 @@ class Rounds:
 
         Douillard et al. 2023, algorithm 1, line 14, with the change of the weights in place of its negative.
         """
-        for numbers in _floating_by_dtype(self._weights):
-            own = [self._weights[n].value() - self._begin[n].value() for n in numbers]
+        for weights in _together(self._weights):
+            own = [weight.value() - self._begin[n].value() for n, weight in weights.items()]
             changes = _summed(own, part, self._ranks, sync.exchange)
-            for number, change in zip(numbers, changes, strict=True):
+            for (number, weight), change in zip(weights.items(), changes, strict=True):
                 momentum = self._momenta[number]
                 momentum.assign(sync.outer_momentum * momentum + change)
                 ahead = sync.outer_learning_rate * (change + sync.outer_momentum * momentum)
-                self._weights[number].assign(self._begin[number] + ahead)
+                weight.assign(self._begin[number] + ahead)
 
     # State for checkpoints.
 
@@ -233,9 +235,14 @@ def trained_alone(optimizer: Any, reduction: Reduction) -> Any:
     return distribute(optimizer, Reduction(process_set=rank))
 
 
-def _floating_by_dtype(variables: Sequence[tf.Variable]) -> list[list[int]]:
-    """Return the places of the floating-point variables in `variables`, grouped by dtype."""
-    return [places for places in by_dtype(variables) if variables[places[0]].dtype.is_floating]
+def _together(variables: Sequence[tf.Variable]) -> list[dict[int, tf.Variable]]:
+    """Return the floating-point variables by their places, those together that are synchronized at once."""
+    return [
+        {place: variables[place] for place in places}
+        for alike in by_dtype(variables)
+        if variables[alike[0]].dtype.is_floating
+        for places in bounded_groups(alike, lambda p: math.prod(variables[p].shape), AT_ONCE)
+    ]
 
 
 def _summed(
@@ -244,20 +251,22 @@ def _summed(
     """Return `values` (all of one dtype), weighted by each rank's `part` and summed over the ranks. A collective."""
     dtype = values[0].dtype
     exact = tf.float64 if dtype == tf.float64 else tf.float32
-    flat = pack(values, exact) * tf.cast(part, exact)
     name = f"hvdtrain_round_{dtype.name}"
-    if wire == "float32":
-        total = ranks.allreduce(flat, name)
-    else:
-        total = (bf16_sum if wire == "bfloat16" else int8_sum)(flat, name, ranks)
-    return unpack(total, values)
+
+    def total(flat: tf.Tensor) -> tf.Tensor:
+        if wire == "float32":
+            return ranks.allreduce(flat, name)
+        return (bf16_sum if wire == "bfloat16" else int8_sum)(flat, name, ranks)
+
+    weighted = [tf.cast(value, exact) * tf.cast(part, exact) for value in values]
+    return [tf.cast(value, dtype) for value in as_one(weighted, total)]
 
 
 def _like(variable: tf.Variable) -> tf.Variable:
     return tf.Variable(tf.zeros_like(variable), trainable=False)
 
 
-def _assign(variables: Sequence[tf.Variable], values: Sequence[Any]) -> None:
+def _assign(variables: Iterable[tf.Variable], values: Sequence[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
 

@@ -146,11 +146,7 @@ def pools() -> Pools:
 
 def _start(kind: Kind, references: Path) -> Pool:
     environment = _environment(POOLED | dict(kind.variables))
-    command = launcher(kind.np, kind.controller)
-    if kind.controller == "gloo":
-        # horovodrun imports TensorFlow, as each rank does.
-        command = [sys.executable, "-P", "-m", "hvdtrain.start.run_horovod", *command[1:]]
-    return Pool(command, kind.np, environment, references)
+    return Pool(own_launcher(kind.np, kind.controller), kind.np, environment, references)
 
 
 def without_noise(printed: str) -> str:
@@ -220,6 +216,17 @@ def launcher(np: int, controller: str, horovodrun: bool = False) -> list[str]:
     # Horovod's own mpirun options for one host.
     options = ["-H", f"localhost:{np}", "-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1"]
     return [program("mpirun"), "-np", str(np), *options, "-mca", "btl", "^openib", "--tag-output"]
+
+
+def own_launcher(np: int, controller: str) -> list[str]:
+    """Return the arguments that start `np` ranks, in a second, and safely if they start Horovod more than once.
+
+    Over Gloo, horovodrun imports TensorFlow first, and its server may tell ranks the addresses of an earlier start.
+    """
+    command = launcher(np, controller)
+    if controller == "gloo":
+        return [sys.executable, "-P", "-m", "hvdtrain.start.run_horovod", *command[1:]]
+    return command
 
 
 def program(name: str) -> str:

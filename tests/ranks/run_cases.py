@@ -6,6 +6,7 @@ environment, Horovod's process sets, the numbers in names of collectives, and th
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import itertools
@@ -15,7 +16,7 @@ import os
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -96,17 +97,6 @@ def _remove_process_sets() -> None:
             process_sets.remove_process_set(found)
 
 
-class _CounterFrom(Counter[Any]):
-    """A counter of keys that begins with a number."""
-
-    def __init__(self, begin: int) -> None:
-        super().__init__()
-        self._begin = begin
-
-    def __missing__(self, key: Any) -> int:
-        return self._begin
-
-
 def _reset(environment: dict[str, str], number: int) -> None:
     """Put all back before case `number`. A collective."""
     import keras
@@ -125,8 +115,9 @@ def _reset(environment: dict[str, str], number: int) -> None:
             for counter, value in list(vars(module).items()):
                 if isinstance(value, itertools.count):
                     setattr(module, counter, itertools.count(begin))
-                elif isinstance(value, Counter):
-                    setattr(module, counter, _CounterFrom(begin))
+                elif isinstance(value, defaultdict):
+                    value.clear()
+                    value.default_factory = functools.partial(itertools.count, begin)
     keras.backend.clear_session()
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(number)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import ENVIRONMENT, launch, launcher
+from launch import ENVIRONMENT, launch, own_launcher
 
 from hvdtrain.bench import bandwidth, pipeline_bubble, scaling, turns
 
@@ -21,7 +21,7 @@ def two_turns(
     monkeypatch.setattr(turns, "SECONDS", 0.2)
 
     def ranks(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
-        return [*launcher(np, over), sys.executable, str(script), *arguments]
+        return [*own_launcher(np, over), sys.executable, str(script), *arguments]
 
     with turns.in_turns() as start:
         job = start(ranks, 2, Path(module.__file__), options, ENVIRONMENT)

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.collectives import reduction
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.compression import BF16Compressor
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
@@ -114,15 +115,18 @@ def grouped(groups: Any, variables: list[Any]) -> list[list[int]]:
     reducer = GradientReducer(Reduction(groups=groups))
     gradients = {i: tf.zeros([1]) for i in range(len(variables))}
     how = dict.fromkeys(gradients, reducer.reduction)
-    return list(reducer._groups(list(gradients), variables, gradients, how))
+    return [sorted(group) for group in reducer._groups(list(gradients), variables, gradients, how)]
 
 
-def test_groups() -> None:
+def test_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     v = [tf.Variable([0.0]) for _ in range(5)]
     assert grouped([], v) == [[0], [1], [2], [3], [4]]
     assert grouped(2, v) == [[0, 1, 2], [3, 4]]
     assert grouped(9, v) == [[0], [1], [2], [3], [4]]
     assert grouped([[v[4], v[0]], [v[2]]], v) == [[0, 4], [1], [2], [3]]
+    monkeypatch.setattr(reduction, "GROUP", 2)
+    assert grouped(1, v) == [[3, 4], [1, 2], [0]], "no larger than that"
+    assert grouped(2, [tf.constant([0.0])] * 5) == [[0, 1, 2], [3, 4]], "of unknown size"
 
 
 def buckets(shapes: list[Any], holders: list[Any] | None = None, **options: Any) -> list[list[int]]:
@@ -132,8 +136,12 @@ def buckets(shapes: list[Any], holders: list[Any] | None = None, **options: Any)
     variables = [
         tf.Variable(ready[i], shape=tf.TensorShape(shape)) for i, shape in enumerate(shapes)
     ]
+    reducer.build(variables)
     ranks = holders or [reducer.reduction.process_set] * len(shapes)
-    how = {i: replace(reducer.reduction, process_set=each) for i, each in enumerate(ranks)}
+    how = {
+        i: replace(reducer._options_for(variables[i], weighted=False), process_set=each)
+        for i, each in enumerate(ranks)
+    }
     return list(reducer._groups(list(ready), variables, ready, how))
 
 
@@ -145,9 +153,22 @@ def test_small_gradients_go_together() -> None:
     assert buckets([SMALL] * 7) == [[6, 5, 4, 3, 2], [1, 0]]
     assert buckets([SMALL, SMALL, LARGE, SMALL, None]) == [[4], [3], [2], [1, 0]]
     assert buckets([[0], LARGE, [0], SMALL]) == [[3, 2], [1], [0]]
-    assert buckets([SMALL] * 2, compression=hvd.Compression.top_k()) == [[0], [1]]
-    assert buckets([SMALL] * 2, compression=hvd.Compression.bf16) == [[0], [1]]
     assert buckets([SMALL] * 2, op=hvd.Adasum) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("compression", "least"),
+    [
+        (hvd.Compression.top_k(), 1024),
+        (hvd.Compression.power_sgd(), 100_000_000),  # It leaves all vectors as they are.
+        (hvd.Compression.bf16, 16_384),
+    ],
+)
+def test_what_is_not_compressed_goes_together(compression: Any, least: int) -> None:
+    shapes = [[1023], [16_384], [1023], [1024], [16_383]]
+    alone = [[place] for place, (elements,) in enumerate(shapes) if elements >= least]
+    together = [place for place, (elements,) in enumerate(shapes) if elements < least]
+    assert sorted(buckets(shapes, compression=compression)) == sorted([*alone, together[::-1]])
 
 
 def test_buckets_of_divided_variables() -> None:
@@ -185,7 +206,7 @@ def test_names_of_groups_tell_their_variables() -> None:
     variables = [tf.Variable([0.0]) for _ in range(6)]
     for missing in (None, 2, 3):
         reducer([None if i == missing else tf.zeros([1]) for i in range(6)], variables)
-    assert names == ["g_0-5_0", "g_0-1_3-5_0", "g_0-2_4-5_0"]
+    assert names == ["g_0-5", "g_0-1_3-5", "g_0-2_4-5"]
 
 
 @pytest.mark.parametrize("groups", [None, 1, []])
@@ -209,7 +230,7 @@ def test_sparse_gradients_go_alone() -> None:
     gradients = {0: tf.zeros([1]), 1: slices, 2: tf.zeros([1])}
     reducer = GradientReducer(Reduction(groups=1))
     how = dict.fromkeys(gradients, reducer.reduction)
-    assert list(reducer._groups([0, 1, 2], v, gradients, how)) == [[0, 2], [1]]
+    assert list(reducer._groups([0, 1, 2], v, gradients, how)) == [[2, 0], [1]]
 
 
 def test_names_count_uses_not_objects() -> None:

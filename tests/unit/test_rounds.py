@@ -18,6 +18,7 @@ from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.data import Share
 from hvdtrain.data.share import find_share
 from hvdtrain.errors import UsageError
+from hvdtrain.strategies import rounds
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.rounds import RoundRunner
 from hvdtrain.trainer.strategy_choice import make_strategy
@@ -166,6 +167,14 @@ def test_as_in_numpy(sync: Any) -> None:
             np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
         assert int(rank.model.optimizer.iterations) == len(BATCHES)
     assert len({str(rank.weights()) for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("sync", [LocalSGD(2), DiLoCo(2, 0.8, 0.6)], ids=str)
+def test_little_is_synchronized_at_once(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        rounds, "AT_ONCE", 4
+    )  # The kernel's size; two variables together have at least 5 or 2.
+    test_as_in_numpy(sync)
 
 
 def test_one_step_a_round_is_synchronous_training() -> None:

@@ -65,10 +65,10 @@ def test_state_that_does_not_fit() -> None:
     ("sizes", "groups"),
     [
         ([], []),
-        ([9], [[0]]),
-        ([2, 2, 1, 3, 2], [[0, 1, 2], [3, 4]]),
-        ([1, 9, 1, 1], [[0], [1], [2, 3]]),
+        ([9], [[9]]),
+        ([2, 2, 1, 3, 2], [[2, 2, 1], [3, 2]]),
+        ([1, 9, 1, 1], [[1], [9], [1, 1]]),
     ],
 )
 def test_what_travels_together_is_bounded(sizes: list[int], groups: list[list[int]]) -> None:
-    assert bounded_groups(sizes, 5) == groups
+    assert bounded_groups(sizes, int, 5) == groups

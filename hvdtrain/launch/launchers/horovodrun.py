@@ -21,7 +21,8 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import mpi_words
 from hvdtrain.launch.rank_program import rank_command
 
-_STAND_IN = (sys.executable, "-P", "-m", "hvdtrain.start.run_horovod")
+STAND_IN = (sys.executable, "-P", "-m", "hvdtrain.start.run_horovod")
+"""argv of what takes the place of horovodrun."""
 _WAITS = (
     "when pasted, horovodrun waits for a second host unless given --network-interfaces; "
     "hvdtrain run does not"
@@ -50,7 +51,7 @@ def prepare(plan: LaunchPlan, site: Site) -> LaunchCommand:
     return LaunchCommand(
         words=(site.horovodrun, *horovodrun_options(plan), *rank_command(plan.program)),
         settings=_of_mpi(plan, site) | rank_settings(plan, site.environ),
-        stand_in=_STAND_IN,
+        stand_in=STAND_IN,
         # Ranks set the hash seed themselves if it is not set, at the cost of starting Python twice.
         for_stand_in={HASH_SEED: site.environ.get(HASH_SEED, "0"), **forwarding_variable(plan)},
         notes=tuple(notes),

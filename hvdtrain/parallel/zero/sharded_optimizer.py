@@ -168,10 +168,9 @@ class _Sharded(_Distributed):
         reducer = self.hvdtrain_reducer
         for variable, part in zip(variables, parts, strict=True):
             part.set_shape([reducer.partition(variable).size])
-        pairs = list(zip(variables, parts, strict=True))
+        pairs = zip(variables, parts, strict=True)
         arrived: list[Any] = []
-        for group in bounded_groups([_bytes_of(v) for v in variables], GATHERED_BYTES):
-            held = [pairs[place] for place in group]
+        for held in bounded_groups(pairs, lambda pair: _bytes_of(pair[0]), GATHERED_BYTES):
             names = [f"{what}_{self._get_variable_index(v)}" for v, _ in held]  # type: ignore[attr-defined]
             # One group at a time, to bound the memory needed beside the weights.
             with tf.control_dependencies(arrived):

@@ -1,0 +1,95 @@
+"""Graphs that outlive a change of the number of ranks, as in an elastic job. Nothing is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain.collectives.communicator import Average, Communicator, Sum
+from hvdtrain.collectives.reduction import GradientReducer, Reduction
+
+
+@dataclass(frozen=True)
+class Alike(Communicator):
+    """Ranks that all have the same tensors.
+
+    Attributes:
+        traced: Number of ranks while a graph is traced.
+        now: Number of ranks while it runs.
+    """
+
+    traced: int
+    now: tf.Variable
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self.traced
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(self.traced))
+
+    def is_global(self) -> bool:
+        return True
+
+    def _may_grow(self) -> bool:
+        return True
+
+    def size_at_run(self) -> Any:
+        return self.now.read_value()
+
+    def _allreduce(
+        self, wire: tf.Tensor, name: str, op: Any, prescale: float, postscale: float
+    ) -> tf.Tensor:
+        total = wire * prescale * postscale
+        return total if op == Average else total * tf.cast(self.now, wire.dtype)
+
+    def _allgather(self, wire: tf.Tensor, name: str) -> tf.Tensor:
+        copies = tf.gather(wire[tf.newaxis], tf.zeros([self.now], tf.int32))
+        return tf.reshape(copies, [-1, *wire.shape[1:]])
+
+    def _alltoall(self, wire: tf.Tensor, splits: tf.Tensor, name: str) -> tf.Tensor:
+        return self._allgather(wire[: splits[0]], name)
+
+    _reducescatter = _broadcast = _allgather
+
+
+LARGE, SMALL = [16_400], [7]
+
+
+@pytest.mark.parametrize("op", [Sum, Average])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        hvd.Compression.none,
+        hvd.Compression.fp16,
+        hvd.Compression.bf16,
+        hvd.Compression.top_k(1.0),
+        hvd.Compression.power_sgd(),
+    ],
+)
+def test_a_graph_of_two_ranks_serves_three(compression: Any, op: Any) -> None:
+    ranks = Alike(2, tf.Variable(2))
+    reducer = GradientReducer(Reduction(process_set=ranks, compression=compression, op=op))
+    variables = [tf.Variable(tf.zeros(shape)) for shape in (LARGE, SMALL, SMALL)]
+    reducer.build(variables)
+    # All elements of the first are equal, as bfloat16 sums are computed in parts by different ranks.
+    own = [np.full(LARGE, 1.3, "float32"), np.linspace(-1, 2, *SMALL, dtype="float32")]
+    slices = tf.IndexedSlices(tf.constant(own[1][:3]), tf.constant([4, 0, 2]), tf.constant(SMALL))
+    step = tf.function(lambda: reducer([*map(tf.constant, own), slices], variables))
+    for count in (2, 3, 1):
+        ranks.now.assign(count)
+        factor = count if op == Sum else 1
+        for found, gradient in zip(step(), [*own, tf.convert_to_tensor(slices)], strict=True):
+            # 16 bits have a relative error of 2**-9, twice.
+            np.testing.assert_allclose(
+                tf.convert_to_tensor(found), gradient * np.float32(factor), rtol=2**-8, atol=1e-6
+            )
+    assert step.experimental_get_tracing_count() == 1
