@@ -71,8 +71,6 @@ def measure_bubble(
         for count in counts:
             whole, pipeline = (job(ranks, count, LAYERS * stages) for ranks in (1, stages))
             apart = [job(1, count, LAYERS, core) for core in range(stages)]
-            for other in apart[1:]:
-                other.steps = apart[0].steps
             yield count, [_bubble(whole, apart, pipeline) for _ in range(passes)]
             end((whole, *apart, pipeline))
 

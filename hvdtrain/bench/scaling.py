@@ -82,8 +82,6 @@ def measure(
 
         plain = [job(1, "plain", core) for core in range(size)]
         exchanging, ranks = job(size, raw), job(size, way)
-        for other in plain[1:]:
-            other.steps = plain[0].steps
         for _ in range(passes):
             (alone,) = take_turns(plain[0])
             apart = take_turns(*plain)

@@ -136,7 +136,7 @@ class Job:
     """A running job; see `in_turns`.
 
     Attributes:
-        steps: Number of steps of its turns.
+        steps: Number of steps of a turn in which no other job trains.
         ended: What has become of its processes.
     """
 
@@ -173,11 +173,11 @@ class Job:
             (turn,) = take_turns(self)
             self.steps = max(2, round(self.steps * SECONDS / sum(turn.seconds)))
 
-    def begin(self) -> None:
-        """Let the job train a turn."""
+    def begin(self, steps: int) -> None:
+        """Let the job train a turn of so many steps."""
         for connection, _ in self._ranks.values():
             with contextlib.suppress(ConnectionError):  # It has ended: its answer says so.
-                _tell(connection, self.steps)
+                _tell(connection, steps)
 
     def finish(self) -> Turn:
         """Wait for the end of the turn.
@@ -228,13 +228,13 @@ class Job:
 
 
 def take_turns(*jobs: Job) -> list[Turn]:
-    """Let the jobs train a turn, all at the same time, and return what they measured.
+    """Let the jobs train a turn, all at the same time and as many steps as the first, and return what they measured.
 
     Raises:
         EngineError: One of them failed; they have been ended, so that nothing computes beside the others.
     """
     for job in jobs:
-        job.begin()
+        job.begin(jobs[0].steps)
     try:
         return [job.finish() for job in jobs]
     except EngineError:

@@ -91,10 +91,10 @@ def test_one_trains_while_the_other_waits(script: Path) -> None:
 def test_jobs_train_at_the_same_time(script: Path) -> None:
     with in_turns() as start:
         both = [start(ranks, 1, script, {"name": name}) for name in ("one", "two")]
-        for job in both:
-            job.steps = 200
+        both[0].steps, both[1].steps = 200, 3
         script.with_name("log").unlink()
-        take_turns(*both)
+        one, two = take_turns(*both)
+    assert len(one.seconds) == len(two.seconds) == 200, "as many, so that steps can be compared"
     times = {
         name: [at for other, what, *at in written(script) if (other, what) == (name, "step")]
         for name in ("one", "two")
