@@ -44,7 +44,7 @@ WAYS = {
     "plain": Way("Keras, one core", False, "one"),
     "threads": Way("Keras, one process on all cores", False, "all"),
     "mirrored": Way("MirroredStrategy, one process on all cores", False, "all"),
-    "horovod": Way("Horovod's optimizer on tf-keras, horovodrun", False, "each", "tf_keras"),
+    "horovod": Way("Horovod's optimizer on tf-keras", False, "each", "tf_keras"),
     "torch": Way("PyTorch, DistributedDataParallel", False, "each", "torch"),
     "bare": Way("hvd.allreduce on each gradient", False, "each"),
     "keras": Way("hvdtrain.keras", True, "each"),

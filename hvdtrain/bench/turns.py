@@ -136,7 +136,7 @@ class Job:
     """A running job; see `in_turns`.
 
     Attributes:
-        steps: Number of steps of a turn in which no other job trains.
+        steps: Number of steps of its turns, alone or as the first of several jobs.
         ended: What has become of its processes.
     """
 

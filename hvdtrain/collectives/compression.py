@@ -73,8 +73,7 @@ def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: Any = 1.
     sums, _ = BF16Compressor.compress(tf.reduce_sum(parts, axis=0))
     gathered = ranks.allgather(sums, f"{name}_sums")
     total = BF16Compressor.decompress(gathered[:elements], tf.float32)
-    scaled = total if not tf.is_tensor(factor) and factor == 1.0 else total * factor
-    whole = tf.reshape(tf.cast(scaled, tensor.dtype), tf.shape(tensor))
+    whole = tf.reshape(tf.cast(total * factor, tensor.dtype), tf.shape(tensor))
     return tf.ensure_shape(whole, tensor.shape)
 
 

@@ -480,10 +480,11 @@ def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.Inde
             differentiable.allgather(tensor, replace(call, name=f"{call.name}_{part}"))
             for part, tensor in parts.items()
         )
-    if call.factor != 1.0 and not values.dtype.is_floating:
+    factor = call.factor
+    if not values.dtype.is_floating and (tf.is_tensor(factor) or factor != 1.0):
         # As in Horovod: fractions must not be truncated before slices of the same index are added up.
         values = tf.cast(values, tf.float64)
-    return scaled(tf.IndexedSlices(values, indices, slices.dense_shape), call.factor)
+    return scaled(tf.IndexedSlices(values, indices, slices.dense_shape), factor)
 
 
 def _numbered(call: Call, count: int) -> list[Call]:

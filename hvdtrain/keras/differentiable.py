@@ -63,10 +63,10 @@ class Call:
         return {"op": self.op, "compression": compression, **factors}
 
     @property
-    def factor(self) -> float:
-        """Factor for the sum over the ranks that gives the same result, with op Sum or Average."""
-        mean = self.ranks.size() if self.op == hvd.Average else 1
-        return self.prescale * self.postscale / mean
+    def factor(self) -> Any:
+        """Factor for the sum over the ranks that gives the same result, with op Sum or Average; see `divide`."""
+        factor = float(self.prescale * self.postscale)
+        return ranks_of(self.ranks).divide(factor) if self.op == hvd.Average else factor
 
     def of_gradient(self) -> Call:
         """Return the call for the gradient, with a name for the graph in which it is computed."""
@@ -108,7 +108,8 @@ def allgather(tensor: tf.Tensor, call: Call) -> tf.Tensor:
         own = tf.shape(tensor)
         rows = hvd.allgather(anchored(own[:1]), name=f"{again.name}_rows", **call.options)
         parts, _ = alltoall(gradient, rows, again)
-        return tf.reduce_sum(tf.reshape(parts, tf.concat([[call.ranks.size()], own], 0)), axis=0)
+        size = ranks_of(call.ranks).size_at_run()
+        return tf.reduce_sum(tf.reshape(parts, tf.concat([[size], own], 0)), axis=0)
 
     return _differentiable(tensor, call, forward, backward)
 

@@ -294,8 +294,9 @@ def DistributedOptimizer(
         average_aggregated_gradients: Divide the accumulated gradients by the number of batches.
         num_groups: Deprecated name of `groups`.
         groups: Number of groups to reduce the gradients in, or a list of groups (lists of variables). A variable in no
-            group is reduced alone. Default: gradients of fewer than 262,144 elements form groups of neighbours of up to
-            1,048,576, except with op=Adasum, Compression.bf16, .power_sgd and .top_k.
+            group is reduced alone, and a group of more than 67,108,864 elements in parts. Default: gradients of fewer
+            than 262,144 elements form groups of neighbours of up to 1,048,576. With op=Adasum, there are no groups, and
+            what Compression.bf16, .power_sgd or .top_k compresses is alone.
         process_set: Ranks to reduce over. Default: all.
         scale_local_gradients: Divide the gradients of local variables by the number of ranks.
 

@@ -157,18 +157,16 @@ def test_small_gradients_go_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("compression", "least"),
+    ("compression", "groups"),
     [
-        (hvd.Compression.top_k(), 1024),
-        (hvd.Compression.power_sgd(), 100_000_000),  # It leaves all vectors as they are.
-        (hvd.Compression.bf16, 16_384),
+        (hvd.Compression.top_k(), [[5], [4], [3, 2], [1], [0]]),
+        (hvd.Compression.power_sgd(), [[5, 4, 3, 2, 1, 0]]),  # It leaves all vectors as they are.
+        (hvd.Compression.bf16, [[5, 4, 3, 2], [1], [0]]),
     ],
 )
-def test_what_is_not_compressed_goes_together(compression: Any, least: int) -> None:
-    shapes = [[1023], [16_384], [1023], [1024], [16_383]]
-    alone = [[place] for place, (elements,) in enumerate(shapes) if elements >= least]
-    together = [place for place, (elements,) in enumerate(shapes) if elements < least]
-    assert sorted(buckets(shapes, compression=compression)) == sorted([*alone, together[::-1]])
+def test_what_is_not_compressed_goes_together(compression: Any, groups: list[list[int]]) -> None:
+    shapes = [[0], [16_384], [1023], [1023], [1024], [16_383]]
+    assert buckets(shapes, compression=compression) == groups
 
 
 def test_buckets_of_divided_variables() -> None:

@@ -70,7 +70,8 @@ def test_an_answer_and_none() -> None:
     assert ask(["no-such-program"]).last_line == "no-such-program is not installed"
     began = time.monotonic()
     said = ask(["/bin/sh", "-c", "sleep 9 & exec sleep 9"], limit=0.3)
-    assert (said.answer, said.returncode, said.last_line) == ("", None, "no answer within 0 s")
+    assert (said.answer, said.returncode) == ("", None)
+    assert said.last_line == f"no answer within {said.seconds:.0f} s"
     assert time.monotonic() - began < 5
     daemon = ask(["/bin/sh", "-c", "setsid sleep 9 >/dev/null 2>&1 & echo $!"]).answer
     os.kill(int(daemon), signal.SIGTERM)
