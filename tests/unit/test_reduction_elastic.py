@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdtrain
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.communicator import Average, Communicator, Sum
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
@@ -93,3 +94,33 @@ def test_a_graph_of_two_ranks_serves_three(compression: Any, op: Any) -> None:
                 tf.convert_to_tensor(found), gradient * np.float32(factor), rtol=2**-8, atol=1e-6
             )
     assert step.experimental_get_tracing_count() == 1
+
+
+VALUES = tf.ones([3, 2])
+
+
+def gradient_through(collective: Any) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(VALUES)
+        loss = tf.reduce_sum(collective(VALUES))
+    return tape.gradient(loss, VALUES)
+
+
+@pytest.mark.parametrize(
+    ("work", "times"),
+    [
+        # For the parts, and for the mean.
+        (lambda: hvd.allreduce(VALUES, compression=hvd.Compression.bf16), 2),
+        (lambda: hvd.allreduce(tf.IndexedSlices(VALUES, tf.range(3))).values, 1),
+        (lambda: gradient_through(hvd.reducescatter), 1),
+        (lambda: gradient_through(hvd.allgather), 1),
+    ],
+    ids=["bf16", "slices", "gradient of a reducescatter", "gradient of an allgather"],
+)
+def test_a_collective_asks_for_the_number_of_ranks(
+    work: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hvdtrain.init()
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    graph = tf.function(work).get_concrete_function().graph
+    assert [one.type for one in graph.get_operations()].count("HorovodSize") == times
