@@ -31,6 +31,7 @@ from hvdtrain.collectives.statistics import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import reducer_of
+from hvdtrain.keras_internals.models import refresh_constants
 from hvdtrain.keras_internals.optimizers import accumulators, is_distributed, optimizer_slots
 from hvdtrain.keras_internals.variables import (
     local_variables,
@@ -161,6 +162,7 @@ class TrainingState:
             The own state of this rank as saved; that of rank 0 if the ranks are not alike.
         """
         scatter(self._pieces(), arrays, self._ranks)
+        refresh_constants(self._model)
         everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
         if alike:
             own = everyone[self._ranks.rank()]

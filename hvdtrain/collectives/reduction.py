@@ -217,7 +217,7 @@ class GradientReducer:
             if gradient is None:
                 continue
             if self.is_local(variable):
-                result[place] = self._keep_local(gradient)
+                result[place] = self._keep_local(gradient, weighted)
             else:
                 result[place] = _with_shape_of(variable, gradient)
                 shared.append(place)
@@ -255,12 +255,15 @@ class GradientReducer:
         ranks = position.everyone if position else self.reduction.process_set
         return self._prefix(variables, ranks)
 
-    def _keep_local(self, gradient: Gradient) -> Gradient:
-        """Return a local gradient, divided by the number of ranks if `scale_local_gradients` (as in Horovod)."""
-        factor: Any = self.reduction.postscale_factor
-        if self.reduction.scale_local_gradients:
-            factor = self.reduction.process_set.divide(factor)
-        return scaled(gradient, factor)
+    def _keep_local(self, gradient: Gradient, weighted: bool) -> Gradient:
+        """Return a local gradient, divided by the number of ranks if `scale_local_gradients` (as in Horovod).
+
+        A gradient that is weighted by this rank's share is divided already.
+        """
+        ranks, factor = self.reduction.process_set, self.reduction.postscale_factor
+        if self.reduction.scale_local_gradients == weighted:
+            return scaled(gradient, factor)
+        return scaled(gradient, factor / ranks.divide(1.0) if weighted else ranks.divide(factor))
 
     def _options_for(self, variable: Any, weighted: bool) -> Reduction:
         """Return the options for the gradient of `variable`, with the ranks that hold the variable."""

@@ -52,10 +52,17 @@ def sum_slices(
 
 
 def _any_batch(graph: Any) -> bool:
-    """Whether a graph takes batches of any size: a tensor of known size in it then does not grow with the batch."""
-    captured = {id(inside) for _, inside in getattr(graph, "captures", ())}
-    arguments = [one for one in getattr(graph, "inputs", ()) if id(one) not in captured]
-    return any(one.shape.rank and one.shape[0] is None for one in arguments)
+    """Whether a graph takes batches of any size: a tensor of known size in it then does not grow with the batch.
+
+    Branches of tf.cond, in which loss scaling applies gradients, only have captures: the batch is an argument outside.
+    """
+    while graph is not None:
+        captured = {id(inside) for _, inside in getattr(graph, "captures", ())}
+        arguments = [one for one in getattr(graph, "inputs", ()) if id(one) not in captured]
+        if any(one.shape.rank and one.shape[0] is None for one in arguments):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def follows_data(tensor: tf.Tensor) -> bool:

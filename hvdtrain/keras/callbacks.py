@@ -27,7 +27,7 @@ from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
 from hvdtrain.keras.learning_rate import LearningRateWarmupCallback as LearningRateWarmupCallback
-from hvdtrain.keras_internals.models import is_built
+from hvdtrain.keras_internals.models import is_built, refresh_constants
 from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state
 from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.keras_internals.variables import (
@@ -119,7 +119,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._first_step_checked = True
             # Without moving statistics, which differ between ranks after a step.
             self._check(trained_variables(self.model, self._local), "after the first step")
-        if batch + 1 == self.params.get("steps"):
+        steps = self.params.get("steps")
+        # The last execution of several steps may be numbered beyond the epoch's end.
+        if steps and batch + 1 >= steps:
             self._average_statistics()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -164,6 +166,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         common = replicated_variables(self.model, local=self._local)
         with on_device(self.device):
             broadcast_variables([*common, *seed_variables(self.model)], self.root_rank)
+        refresh_constants(self.model)
         broadcast_loaded_state(self.model.optimizer)
         fold_rank_into_seeds(self.model, ALL_RANKS.rank())
         self._broadcast_count = self._count_variables()

@@ -37,7 +37,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.models import is_built
+from hvdtrain.keras_internals.models import is_built, refresh_constants
 from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.variables import (
     replicated_variables,
@@ -139,6 +139,7 @@ class KerasState(TensorFlowState):
             *seed_variables(self.model),
         ]
         broadcast_variables(with_seeds)
+        refresh_constants(self.model)
         fold_rank_into_seeds(self.model, hvd.rank())
 
 

@@ -67,13 +67,24 @@ class OptimizerReducer(GradientReducer):
         position = self.reduction.position
         return position is not None and not position.has_all
 
+    def is_divided(self, variable: Any) -> bool:
+        """Whether each rank of the process set has a part of the reduced gradient of `variable`."""
+        return False
+
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
         """Return the reduced gradients of `pending`, clipped by norm; see `clip_by_norm`. A collective."""
         position = self.reduction.position
-        assert position is not None
-        rest = [position.pipeline_set]
+
+        def parts(variable: Any) -> list[Communicator]:
+            ranks = self._options_for(variable, False).process_set
+            further = [] if position is None else list(position.parts(variable))
+            # The norm of all gradients includes the local ones of all ranks: the clipped ones must stay equal.
+            is_divided = self.is_divided(variable) or (together and self.is_local(variable))
+            return [ranks, *further] if is_divided and ranks.includes_this() else further
+
+        rest = [] if position is None else [position.pipeline_set]
         name = f"{self._name()}_norm"
-        return clip_by_norm(gradients, self.pending, limit, together, position.parts, rest, name)
+        return clip_by_norm(gradients, self.pending, limit, together, parts, rest, name)
 
 
 class _Distributed(AppliesByKeras):
@@ -156,9 +167,9 @@ class _Distributed(AppliesByKeras):
     def _clip_gradients(self, grads: Any) -> Any:
         reducer = self.hvdtrain_reducer
         reduced = list(grads) if reducer.early else reducer.reduce(list(grads), self)
-        limit = self.clipnorm or self.global_clipnorm  # type: ignore[attr-defined]
-        if reducer.holds_parts and limit:
-            return reducer.clip(reduced, limit, together=not self.clipnorm)  # type: ignore[attr-defined]
+        limit, together = self.clipnorm or self.global_clipnorm, not self.clipnorm  # type: ignore[attr-defined]
+        if limit and (reducer.holds_parts or (together and reducer.local_variables)):
+            return reducer.clip(reduced, limit, together)
         return super()._clip_gradients(reduced)  # type: ignore[misc]
 
     @contextlib.contextmanager

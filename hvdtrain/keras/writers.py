@@ -16,13 +16,13 @@ import tensorflow as tf
 from keras import callbacks as kc
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.consistency import raise_alike, require_equal
+from hvdtrain.collectives.consistency import any_rank, raise_alike, require_equal
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.errors import warn_user
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.file_writes import prepare_saving
-from hvdtrain.keras_internals.models import overrides
+from hvdtrain.keras_internals.models import optimizers_of, overrides, refresh_constants
 from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 from hvdtrain.keras_internals.variables import (
@@ -77,21 +77,23 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
     callbacks = call.arguments.get("callbacks")
-    optimizer = getattr(self, "optimizer", None)
-    plain = not is_distributed(optimizer) or is_sharded(optimizer)
+    distributed = [optimizer for optimizer in optimizers_of(self) if is_distributed(optimizer)]
+    plain = not distributed or any(map(is_sharded, distributed))
     if plain or isinstance(callbacks, kc.CallbackList):
         return original(*call.args, **call.kwargs)
-    ranks = inner_of(optimizer).process_set
+    ranks = inner_of(distributed[0]).process_set
     if ranks.includes_this() and ranks.size() > 1:
         given = keras.tree.flatten(callbacks or [])
         together = [type(c).__name__ for c in given if getattr(c, "hvdtrain_on_all_ranks", False)]
         facts = {"what must be among the callbacks of every rank": sorted(together)}
         require_equal(facts, "fit", "callbacks", ranks)
+        stops = any(isinstance(c, kc.TerminateOnNaN) for c in given)
         own = on_this_rank(given, is_first=ranks.rank() == 0)
         restores = any(isinstance(c, kc.BackupAndRestore) for c in own)
         guarded = any(isinstance(c, BroadcastGlobalVariablesCallback) for c in own)
         call.arguments["callbacks"] = [
             *failing_together(own, ranks),
+            *([_StopTogether(ranks)] if any_rank(stops, "stops", ranks) else []),
             _GoOnTogether(ranks, restores, guarded),
         ]
     return original(*call.args, **call.kwargs)
@@ -164,6 +166,17 @@ class _RaiseAlike(keras.callbacks.Callback):
             raise_alike(failed.error, f"callback {failed.name}", self._ranks)
 
 
+class _StopTogether(keras.callbacks.Callback):
+    """Ends the training on all ranks after a batch in which TerminateOnNaN ends it on one."""
+
+    def __init__(self, ranks: Communicator) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.model.stop_training = any_rank(self.model.stop_training, "stop", self._ranks)
+
+
 class _GoOnTogether(keras.callbacks.Callback):
     """Last callback: broadcasts what BackupAndRestore has restored on the first rank, and checks the replicas.
 
@@ -184,8 +197,12 @@ class _GoOnTogether(keras.callbacks.Callback):
         epoch, restored = self._ranks.broadcast(mine, root, "hvdtrain_restored").numpy()
         if restored:
             self.model._initial_epoch = int(epoch) or None
+            # As reading the file does, also if the model's train_step uses other optimizers.
+            if not self.model.optimizer.built:
+                self.model.optimizer.build(self.model.trainable_variables)
             common = replicated_variables(self.model, local=local_variables(self.model))
             broadcast_variables(common, root, process_set=self._ranks)
+            refresh_constants(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         # No earlier, because Horovod's own examples broadcast after the first batch.

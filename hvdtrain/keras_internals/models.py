@@ -14,6 +14,13 @@ def is_built(model: keras.Model) -> bool:
     return all(layer.built for layer in model._flatten_layers())
 
 
+def refresh_constants(model: keras.Model) -> None:
+    """Let layers compute again what they keep beside their variables, after others were assigned to these."""
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
+
+
 def own_non_trainable_variables(model: keras.Model) -> list[Any]:
     """Return the variables that were created as non-trainable, without weights that were frozen later."""
     return [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]

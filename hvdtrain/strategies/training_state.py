@@ -17,7 +17,7 @@ from hvdtrain.collectives.gradient_accumulation import (
 )
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.replicas import broadcast_variables
-from hvdtrain.keras_internals.models import optimizers_of
+from hvdtrain.keras_internals.models import optimizers_of, refresh_constants
 from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import (
@@ -76,6 +76,7 @@ class WholeState:
 def broadcast_state(model: keras.Model, position: Position, left_out: Sequence[Any] = ()) -> None:
     """Broadcast a model and its optimizers, except `left_out`, from the first rank that holds each variable."""
     broadcast(shared_state(model, left_out), position)
+    refresh_constants(model)
     for optimizer in optimizers_of(model):
         broadcast_loaded_state(optimizer)
 

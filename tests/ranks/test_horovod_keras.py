@@ -67,6 +67,18 @@ def test_only_the_first_rank_writes(results: Results) -> None:
         assert found["files of a plain model"] == 3
 
 
+def test_nan_on_one_rank_stops_all(results: Results) -> None:
+    """After the batch in which one rank sees it, as one process does: there are no further steps for the others."""
+    assert results.of("case_nan_on_one_rank") == [{"steps": [0, 1], "epochs": [0]}] * 2
+
+
+def test_several_optimizers(results: Results) -> None:
+    for found in results.of("case_several_optimizers"):
+        assert found["files"] == ["backup", "log-0.csv"]
+        assert found["epochs"] == [[0], [1]]
+        assert "differs" in found["message"]
+
+
 @pytest.mark.parametrize(
     "seconds", ["0.5", pytest.param("", marks=pytest.mark.slow, id="longer than a stall")]
 )

@@ -181,12 +181,43 @@ def test_gradients_are_averaged_and_weighted_ones_added_up() -> None:
         slices = tf.IndexedSlices(value[:1], tf.constant([ranks.rank()]), tf.constant([4, 2]))
         average = reducer([value, slices, value], [dense, sparse, local])
         total = reducer([value, slices, value], [dense, sparse, local], weighted=True)
-        return [tf.convert_to_tensor(g).numpy()[:, 0].tolist() for g in (*average, *total)]
+        whole = GradientReducer(Reduction(process_set=ranks, scale_local_gradients=False))
+        whole.register_local(local)
+        kept = [whole([value], [local], weighted=weighted)[0] for weighted in (False, True)]
+        every = (*average, *total, *kept)
+        return [tf.convert_to_tensor(g).numpy()[:, 0].tolist() for g in every]
 
-    for rank, (dense_mean, sparse_mean, own, dense_sum, sparse_sum, _) in enumerate(on_ranks(work)):
+    for rank, (dense_mean, sparse_mean, own, dense_sum, sparse_sum, *rest) in enumerate(
+        on_ranks(work)
+    ):
         assert (dense_mean, dense_sum) == ([6.0] * 4, [18.0] * 4)
         assert (sparse_mean, sparse_sum) == ([1.0, 2.0, 3.0, 0.0], [3.0, 6.0, 9.0, 0.0])
         assert own == [float(rank + 1)] * 4
+        # Weighted by shares of a third, it is divided by the ranks already.
+        assert rest == [[part * (rank + 1)] * 4 for part in (3.0, 3.0, 9.0)]
+
+
+def test_a_global_norm_includes_the_local_gradients_of_all_ranks() -> None:
+    """So that what is shared is clipped alike."""
+
+    def work(ranks: ThreadRanks) -> Any:
+        optimizer = distribute(
+            keras.optimizers.SGD(1.0, global_clipnorm=0.5), Reduction(process_set=ranks)
+        )
+        shared, local = (keras.Variable(np.zeros(2, "float32")) for _ in range(2))
+        optimizer.hvdtrain_reducer.register_local(local)
+        optimizer.build([shared, local])
+        value = tf.constant([3.0, 4.0]) * (ranks.rank() + 1)
+        optimizer.apply([value, value], [shared, local])
+        return [-shared.numpy(), -local.numpy()]
+
+    shared = np.array([3.0, 4.0]) * np.mean(range(1, RANKS + 1))
+    local = [np.array([3.0, 4.0]) * (rank + 1) / RANKS for rank in range(RANKS)]
+    norm = np.linalg.norm([shared, *local])
+    for rank, found in enumerate(on_ranks(work)):
+        np.testing.assert_allclose(
+            found, [shared * 0.5 / norm, local[rank] * 0.5 / norm], rtol=1e-6
+        )
 
 
 def step_of(optimizer: Any, gradients: list[np.ndarray]) -> list[np.ndarray]:

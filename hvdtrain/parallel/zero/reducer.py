@@ -12,8 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.collectives.clipping import clip_by_norm
-from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.reduction import Gradient, Reduction, reduce_sparse
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.parallel.zero.partition import Partition
@@ -35,6 +33,9 @@ class ShardedReducer(OptimizerReducer):
     @property
     def holds_parts(self) -> bool:
         return True
+
+    def is_divided(self, variable: Any) -> bool:
+        return not self.is_local(variable)
 
     @property
     def local_variables(self) -> list[Any]:
@@ -67,7 +68,7 @@ class ShardedReducer(OptimizerReducer):
                 continue
             flat = tf.reshape(gradient, [-1])
             if self.is_local(variable):
-                parts.append(self._keep_local(flat))
+                parts.append(self._keep_local(flat, weighted))
                 continue
             how = self._options_for(variable, weighted)
             part = how.process_set.reducescatter(
@@ -85,24 +86,10 @@ class ShardedReducer(OptimizerReducer):
         A row that occurs twice remains two slices, since plain Keras also squares and clips slices one by one.
         """
         if self.is_local(variable):
-            reduced = self._keep_local(slices)
+            reduced = self._keep_local(slices, weighted)
         else:
             reduced = reduce_sparse(slices, name, self._options_for(variable, weighted), variable)
         return elements_of(reduced, self.partition(variable))
-
-    def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
-        """Return the parts of the gradients of `pending`, clipped by the norms of the whole gradients."""
-        position = self.reduction.position
-
-        def parts(variable: Any) -> list[Communicator]:
-            further = [] if position is None else position.parts(variable)
-            if self.is_local(variable) and not together:
-                return further
-            return [self._options_for(variable, False).process_set, *further]
-
-        rest = [] if position is None else [position.pipeline_set]
-        name = f"{self._name()}_norm"
-        return clip_by_norm(gradients, self.pending, limit, together, parts, rest, name)
 
     def whole(
         self, parts: Sequence[Any], variables: Sequence[Any], names: Sequence[str]

@@ -279,3 +279,66 @@ def case_first_rank_first() -> dict[str, Any]:
     except (OSError, hvdtrain.EngineError) as error:
         said = f"{type(error).__name__}: {error}"
     return {"found": found, "said": said}
+
+
+def case_nan_on_one_rank() -> dict[str, Any]:
+    """One of 4 batches, of rank 1."""
+    x = np.ones([8, 2], "float32")
+    if RANK == 1:
+        x[3] = np.nan
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    steps: list[int] = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs=None: steps.append(batch)
+    )
+    own = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        keras.callbacks.TerminateOnNaN(),
+        count,
+    ]
+    history = model.fit(x, x[:, :1], 2, 3, 0, own, shuffle=False)
+    return {"steps": steps, "epochs": history.epoch}
+
+
+class Gan(keras.Model):
+    """Two optimizers of its own; that of compile is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(1), keras.layers.Dense(1)
+        self.optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in range(2)]
+
+    def call(self, x: Any) -> Any:
+        return self.one(x) + self.two(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        for optimizer, layer in zip(self.optimizers, (self.one, self.two), strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            weights = layer.trainable_variables
+            optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def case_several_optimizers() -> dict[str, Any]:
+    """The same files on all ranks, gone on from; then initial weights that were not broadcast."""
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+    x = np.random.default_rng(RANK).normal(size=(8, 2)).astype("float32")
+    epochs, message = [], ""
+    for seed, end in ((0, 1), (RANK, 2), (RANK, 0)):
+        keras.utils.set_random_seed(seed)
+        model = Gan()
+        model.compile(jit_compile=False)
+        model(x)
+        backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
+        log = keras.callbacks.CSVLogger(folder / f"log-{RANK}.csv")
+        own = [backup, log] if end else []
+        try:
+            history = model.fit(x, x[:, :1], 4, end or 1, 0, own)
+            epochs.append(history.epoch)
+        except hvdtrain.errors.ReplicaError as error:
+            message = str(error)
+    files = sorted(path.name for path in folder.iterdir())
+    return {"files": files, "epochs": epochs, "message": message}
