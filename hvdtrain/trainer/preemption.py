@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -53,8 +54,9 @@ class Preemption:
 
     @property
     def by_file(self) -> bool:
-        """Whether the file exists on this host."""
-        return self._file is not None and self._file.exists()
+        """Whether the file exists on this host; False if its folder cannot be reached."""
+        # Path.exists raises the errors of a file system that has gone.
+        return self._file is not None and os.path.exists(self._file)  # noqa: PTH110
 
     def agreed(self, steps: int, due: bool = False, now: bool = False) -> tuple[bool, bool]:
         """Return whether all ranks should stop, and whether they should save. A collective at steps on which all agree.

@@ -157,6 +157,10 @@ def test_a_file_tells_the_job_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert 50 <= ended[0] <= 62, "steps of 0.1 s, looked at once a second"
     assert not saved.should_stop() and saved.should_stop(now=True)
     assert f"was asked to stop (by the file '{file}'), and stopped after" in str(saved.preempted())
+    # Its file system has gone.
+    monkeypatch.setattr(os, "stat", lambda *_, **__: (_ for _ in ()).throw(OSError(116, "Stale")))
+    assert not saved._preemption.by_file
+    monkeypatch.undo()
     file.unlink()
     assert "was asked to stop, and stopped after 99 steps" in str(saved.preempted())
 
