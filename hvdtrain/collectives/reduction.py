@@ -375,7 +375,7 @@ def _reduce_dense(tensors: list[tf.Tensor], name: str, reduction: Reduction) -> 
     with on_device(reduction.device_dense):
         if compression is BF16Compressor:
             (only,) = tensors  # See _is_compressed.
-            return [_reduce_bf16(only, name, reduction)]
+            return [bf16_sum(only, name, reduction.process_set, _factor_of_sum(reduction))]
         wires, contexts = zip(*map(compression.compress, tensors), strict=True)
         found: dict[int, tf.Tensor] = {}
         # Numbered: a dtype that differs between ranks must be an error, not a collective of its own.
@@ -391,11 +391,10 @@ def _reduce_dense(tensors: list[tf.Tensor], name: str, reduction: Reduction) -> 
         return [compression.decompress(found[place], c) for place, c in enumerate(contexts)]
 
 
-def _reduce_bf16(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tensor:
-    ranks, factor = reduction.process_set, reduction.postscale_factor
-    return bf16_sum(
-        tensor, name, ranks, ranks.divide(factor) if reduction.op == Average else factor
-    )
+def _factor_of_sum(reduction: Reduction) -> Any:
+    """Return the factor for the sum over the ranks that gives the result; see `Communicator.divide`."""
+    factor = reduction.postscale_factor
+    return reduction.process_set.divide(factor) if reduction.op == Average else factor
 
 
 def reduce_sparse(
@@ -409,15 +408,11 @@ def reduce_sparse(
         reduction: Options of the reduction.
         variable: Variable that the gradient is for.
     """
-    ranks = reduction.process_set
-    factor: Any = reduction.postscale_factor
-    if reduction.op == Average:
-        factor = ranks.divide(factor)
     with on_device(reduction.device_sparse):
         step = current_step()
         once = None if step is None else id(tf_variable(variable)) in step.once
-        total = sum_slices(slices, ranks, name, once)
-    return scaled(total, factor)
+        total = sum_slices(slices, reduction.process_set, name, once)
+    return scaled(total, _factor_of_sum(reduction))
 
 
 def weighted(gradients: Sequence[Gradient]) -> list[Gradient]:

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Mapping
 
 from hvdtrain.environment import STALL_DEFAULTS
+from hvdtrain.launch.launchers.horovodrun import STAND_IN
 
 RANKS = 2
 TIMEOUT_SECONDS = 180.0
@@ -24,7 +25,7 @@ def command(controller: str) -> list[str]:
     It is Horovod's launcher as `hvdtrain run` starts it: horovodrun would import TensorFlow once more by itself.
     """
     return [
-        *(sys.executable, "-P", "-m", "hvdtrain.start.run_horovod"),
+        *STAND_IN,
         f"--{controller}",
         "-np",
         str(RANKS),

@@ -33,6 +33,8 @@ from typing import Any
 import pytest
 from pool import Kind, Pool, Pools, Ran, end_family
 
+from hvdtrain.launch.launchers.horovodrun import STAND_IN
+
 CONTROLLERS = ("mpi", "gloo")
 MPI_OR_SLOW_GLOO = ("mpi", pytest.param("gloo", marks=pytest.mark.slow))
 """For tests that depend little on the controller."""
@@ -225,7 +227,7 @@ def own_launcher(np: int, controller: str) -> list[str]:
     """
     command = launcher(np, controller)
     if controller == "gloo":
-        return [sys.executable, "-P", "-m", "hvdtrain.start.run_horovod", *command[1:]]
+        return [*STAND_IN, *command[1:]]
     return command
 
 

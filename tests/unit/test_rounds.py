@@ -173,7 +173,7 @@ def test_as_in_numpy(sync: Any) -> None:
 def test_little_is_synchronized_at_once(sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         rounds, "AT_ONCE", 4
-    )  # The kernel's size; two variables together have at least 5 or 2.
+    )  # The kernel has 4 elements, so that the bias is apart.
     test_as_in_numpy(sync)
 
 
