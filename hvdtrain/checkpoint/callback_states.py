@@ -105,13 +105,24 @@ def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
         if not path.is_file():
             continue
         callback.append = True
-        with path.open(newline="") as file:
-            kept = [row for row in csv.reader(file, delimiter=callback.sep) if row]
-        # Earlier lines may be another training's, in a file that is appended to.
-        while kept and kept[-1][0].isdecimal() and int(kept[-1][0]) >= epoch:
-            kept.pop()
-        with replacing(path) as temporary, temporary.open("w", newline="") as file:
-            csv.writer(file, delimiter=callback.sep).writerows(kept)
+        try:
+            _drop_lines(path, callback.sep, epoch)
+        except (OSError, UnicodeError, csv.Error) as error:
+            warn_user(
+                f"CSVLogger: {path} cannot be rewritten: {error}. Training continues; the lines of epochs that are "
+                "trained again stay"
+            )
+
+
+def _drop_lines(path: Path, separator: str, epoch: int) -> None:
+    """Remove the last lines of a CSV file that begin with a number of at least `epoch`."""
+    with path.open(newline="") as file:
+        kept = [row for row in csv.reader(file, delimiter=separator) if row]
+    # Earlier lines may be another training's, in a file that is appended to.
+    while kept and kept[-1][0].isdecimal() and int(kept[-1][0]) >= epoch:
+        kept.pop()
+    with replacing(path) as temporary, temporary.open("w", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(kept)
 
 
 def _named(

@@ -106,17 +106,19 @@ def save(
         disk.write(temporary, [_checksum(parts), *parts])
         disk.flush(temporary)
         disk.rename(temporary, final)
-        disk.flush(folder)
     except OSError as error:
         with suppress(OSError):
             disk.remove(temporary)  # Free the space: the disk may be full.
         error.filename = error.filename or str(final)
         raise
-    found = newest_first({*there, final})
-    here = found.index(final)
-    # Newer ones are damaged: otherwise the training would have resumed from them.
-    for other in found[:here] + found[here + keep :]:
-        disk.remove(other)
+    # It is written now: a later save removes what remains.
+    with suppress(OSError):
+        disk.flush(folder)
+        found = newest_first({*there, final})
+        here = found.index(final)
+        # Newer ones are damaged: otherwise the training would have resumed from them.
+        for other in found[:here] + found[here + keep :]:
+            disk.remove(other)
     return final
 
 

@@ -24,7 +24,8 @@ from hvdtrain.checkpoint.folder import (
 from hvdtrain.checkpoint.lock import lock_kept, lock_unless_own
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.consistency import any_rank, on_first, require_equal
+from hvdtrain.collectives.consistency import any_rank, require_equal
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.optimizer_state import is_sharded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -78,28 +78,6 @@ def alike(ours: list[float | str], theirs: list[float | str]) -> bool:
         return bool(np.isclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True))
 
     return all(map(one, ours, theirs))
-
-
-def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS) -> Any:
-    """Call `work` on the first rank only, and return its result on all ranks. A collective.
-
-    Args:
-        work: Function that returns an object that `Communicator.exchange` accepts.
-        name: Name of the collective, and of the work in messages.
-        ranks: Ranks that take part.
-
-    Raises:
-        UsageError: On all ranks: the result cannot be sent, or `work` failed as a user's mistake; see raise_alike.
-        EngineError: On all ranks but the first: `work` failed otherwise. The first rank raises the error itself.
-    """
-    result, failed = None, None
-    if ranks.rank() == 0:
-        try:
-            result = work()
-        except Exception as error:
-            failed = error
-    raise_alike(failed, name, ranks)
-    return ranks.exchange(result, name)[0]
 
 
 def raise_alike(error: Exception | None, what: str, ranks: Communicator = ALL_RANKS) -> None:

@@ -1,20 +1,21 @@
-"""Rank 0 first: for work whose result all ranks need, such as a download into a shared folder."""
+"""Rank 0 first, or alone: for work whose result all ranks need, such as a download into a shared folder."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import horovod.tensorflow as hvd
 
-from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
+from hvdtrain.collectives.consistency import raise_alike
 from hvdtrain.errors import EngineError, UsageError
 
 NEWS_SECONDS = 5.0
 """Interval at which rank 0 reports that it is still busy, so that Horovod's stall check sees no long wait."""
 
-_NAME = "first_rank_first"
 _BUSY, _DONE = "busy", "done"
 
 
@@ -34,24 +35,62 @@ def first_rank_first() -> Iterator[None]:
     """
     if not hvd.is_initialized():
         raise UsageError("first_rank_first: call hvdtrain.init() first")
-    if hvd.size() == 1:
-        yield
-    elif hvd.rank() == 0:
-        with _news():
+    with _first(ALL_RANKS, "first_rank_first") as is_first:
+        if is_first:
             yield
-    else:
-        _wait()
+    if not is_first:
         yield
+
+
+def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS) -> Any:
+    """Call `work` on the first rank only, and return its result on all ranks. A collective.
+
+    As in `first_rank_first`, `work` may take any time, and must not contain collectives.
+
+    Args:
+        work: Function that returns an object that `Communicator.exchange` accepts.
+        name: Name of the collective, and of the work in messages.
+        ranks: Ranks that take part.
+
+    Raises:
+        UsageError: On all ranks: the result cannot be sent, or `work` failed as a user's mistake; see raise_alike.
+        EngineError: On all ranks but the first: `work` failed otherwise. The first rank raises the error itself.
+    """
+    result, failed = None, None
+    with _first(ranks, name) as is_first:
+        if is_first:
+            try:
+                result = work()
+            except Exception as error:
+                failed = error
+    raise_alike(failed, name, ranks)
+    return ranks.exchange(result, name)[0]
 
 
 @contextmanager
-def _news() -> Iterator[None]:
-    """On rank 0: report to the other ranks that the block is running, and finally how it ended."""
+def _first(ranks: Communicator, name: str) -> Iterator[bool]:
+    """Yield whether this is the first rank; the block ends on the others when it has ended there. A collective."""
+    if ranks.size() == 1:
+        yield True
+    elif ranks.rank() == 0:
+        with _news(ranks, name):
+            yield True
+    else:
+        yield False
+        _wait(ranks, name)
+
+
+@contextmanager
+def _news(ranks: Communicator, name: str) -> Iterator[None]:
+    """On the first rank: report to the others that the block is running, and finally how it ended."""
     ended = threading.Event()
 
     def tell() -> None:
         while not ended.wait(NEWS_SECONDS):
-            ALL_RANKS.exchange(_BUSY, _NAME)
+            try:
+                ranks.exchange(_BUSY, name)
+            except Exception:  # The last exchange raises it in the thread that can handle it.
+                return
 
     # A daemon, so that the end of this process does not wait for ranks that are gone.
     teller = threading.Thread(target=tell, daemon=True, name="hvdtrain-first-rank")
@@ -65,13 +104,15 @@ def _news() -> Iterator[None]:
     finally:
         ended.set()
         teller.join()
-        ALL_RANKS.exchange(outcome, _NAME)
+        ranks.exchange(outcome, name)
 
 
-def _wait() -> None:
-    """On the other ranks: wait until rank 0 reports the end of its block."""
+def _wait(ranks: Communicator, name: str) -> None:
+    """On the other ranks: wait until the first one reports the end of its block."""
     news = _BUSY
     while news == _BUSY:
-        news = ALL_RANKS.exchange(None, _NAME)[0]
+        news = ranks.exchange(None, name)[0]
     if news != _DONE:
-        raise EngineError(f"Rank 0 failed while the other ranks waited for it: {news}")
+        raise EngineError(
+            f"Rank {ranks.ranks[0]} failed while the other ranks waited for it: {news}"
+        )

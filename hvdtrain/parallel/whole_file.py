@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.consistency import on_first
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.keras_internals import keras_files as model_files
 from hvdtrain.parallel.gather_scatter import Piece, State, gather, keep_state, local_state, scatter

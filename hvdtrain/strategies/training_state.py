@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 import keras
 
-from hvdtrain.collectives.consistency import on_first
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.gradient_accumulation import (
     as_one_process,
     divide_accumulators,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras import callbacks as kc
 
 from hvdtrain.checkpoint.fit_callback import CheckpointCallback
@@ -15,6 +16,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import writers
 from hvdtrain.keras.writers import WRITERS
 from hvdtrain.keras_internals.models import overrides
+from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.trainer.learning_rate_scaling import WarmUp
 
 TRAIN_METHODS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -68,6 +70,7 @@ def saving_together(
     """
     for callback in callbacks:
         if isinstance(callback, kc.ModelCheckpoint):
+            overlay(callback, _WithFolder)
             callback.set_model(_SavedTogether(callback.model, save))
 
 
@@ -84,6 +87,16 @@ def backups_kept(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None
             callback.delete_checkpoint = True
     for callback in deleting:
         callback.on_train_end()
+
+
+class _WithFolder:
+    """Mixin for a ModelCheckpoint that creates its folder whether or not another rank has just created it."""
+
+    def _get_file_path(self, *when: Any) -> str:
+        path: str = super()._get_file_path(*when)  # type: ignore[misc]
+        if folder := path.rpartition("/")[0]:
+            tf.io.gfile.makedirs(folder)
+        return path
 
 
 class _SavedTogether:

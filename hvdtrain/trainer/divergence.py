@@ -16,8 +16,9 @@ import keras
 import numpy as np
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
-from hvdtrain.collectives.consistency import any_rank, on_first
+from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.collectives.finite import ADVICE, not_finite
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.data import KnownSource, Part, Share, Source
 from hvdtrain.errors import DivergedError, UsageError, warn_user
 from hvdtrain.strategies.horovod import HorovodStrategy

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from horovod.common.elastic import notification_manager
 
-from hvdtrain.environment import RESUME, START_FOLDER
+from hvdtrain.environment import START_FOLDER
 from hvdtrain.errors import EngineError, HvdtrainError
 from hvdtrain.messages import logger
 from hvdtrain.rank_variables import is_elastic
@@ -23,6 +23,8 @@ from hvdtrain.worker.elastic_place import place_in_job
 
 STARTED_AGAIN = "HVDTRAIN_STARTED_AGAIN"
 """Variable that holds the number of saved steps, and how often the script has restarted since they were saved."""
+SAVED_BEFORE = "HVDTRAIN_SAVED_BEFORE"
+"""Variable that is set in a restarted process for its first fit, if a checkpoint had been written before."""
 MOST_STARTS = 3
 """Maximum number of restarts without a new checkpoint: what fails this often would fail again."""
 
@@ -79,9 +81,9 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
         ) from error
     logger().warning("workers have joined or left: restarting the script")
     environ = _given() | place_in_job(os.environ) | {STARTED_AGAIN: f"{steps} {times}"}
-    if exists:
-        # A restarted script that finds none looks in another folder, for instance on another disk.
-        environ[RESUME] = "must"
+    environ.pop(SAVED_BEFORE, None)
+    if exists or SAVED_BEFORE in os.environ:
+        environ[SAVED_BEFORE] = "1"
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if START_FOLDER in os.environ:
@@ -93,6 +95,22 @@ def starts_before(environ: Mapping[str, str], steps: int) -> int:
     """Return how often the script has restarted since it saved after `steps` steps, according to `environ`."""
     saved, _, times = environ.get(STARTED_AGAIN, "").partition(" ")
     return int(times) if saved == str(steps) and times.isdecimal() else 0
+
+
+def resume_after_restart(environ: MutableMapping[str, str], resume: str) -> str:
+    """Return the argument `resume` of a fit that begins, in a process that may have been restarted.
+
+    The first fit of a restarted script must find a checkpoint if one was written before: without one, it looks in
+    another folder, for instance on another disk. Later fits may be new. None may insist on an empty folder, because it
+    may have begun before the restart.
+
+    Args:
+        environ: Environment of this process; no longer holds SAVED_BEFORE afterwards.
+        resume: The Trainer's argument.
+    """
+    if environ.pop(SAVED_BEFORE, None) is not None:
+        return "must"
+    return "auto" if resume == "never" and STARTED_AGAIN in environ else resume
 
 
 def _given() -> dict[str, str]:

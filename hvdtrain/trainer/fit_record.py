@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.checkpoint.position import Position
-from hvdtrain.collectives.consistency import on_first
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.data import Source
 from hvdtrain.messages import logger
 from hvdtrain.profiled_steps import asked_steps

@@ -291,7 +291,8 @@ class Loop:
         self.record.events.begin_steps()
         # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.
         together = 1 if isinstance(plan.train, ShardedSource) else self.steps_per_execution
-        for group in self.record.profile.steps(grouped(shares, together)):
+        groups = grouped(shares, together, self.strategy.part.count)
+        for group in self.record.profile.steps(groups):
             if self.saved is not None and done > skip:
                 self._save_if_due(self.saved, step_logs, epoch, done)
             if self.losses is not None:

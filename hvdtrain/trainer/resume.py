@@ -31,7 +31,8 @@ from hvdtrain.checkpoint.position import Position
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.consistency import any_rank, on_first, raise_alike
+from hvdtrain.collectives.consistency import any_rank, raise_alike
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import EngineError, HvdtrainError, Preempted, UsageError, warn_user
@@ -41,7 +42,7 @@ from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.step_metrics import StepLogs
 from hvdtrain.strategies.strategy import Logs, Strategy
-from hvdtrain.trainer.elastic_job import WorkersChanged, start_again
+from hvdtrain.trainer.elastic_job import WorkersChanged, resume_after_restart, start_again
 from hvdtrain.trainer.preemption import Preemption
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.run_facts import refuse_changes, refuse_parts
@@ -138,18 +139,19 @@ class FitCheckpoints:
 
     def _open(self, initial_epoch: int) -> dict[str, Any] | None:
         path, began = str(self._run_dir.path), self._folder.is_dir()
+        resume = resume_after_restart(os.environ, self._resume)
         if self._schedule.mirror is not None:
             self._mirror = Mirror(self._schedule.mirror, self._schedule.keep)
             self._claim(initial_epoch, began)
             found = newest(self._folder)
             steps = -1 if found is None else found.facts["position"]["steps"]
             self._found = newest(self._folder) if self._mirror.fetch(self._folder, steps) else found
-        if self._resume == "never" and numbered(self._folder):
+        if resume == "never" and numbered(self._folder):
             raise UsageError(
                 f"run_dir {path!r} has checkpoints, and resume='never': choose a new folder, or "
                 "move this one away"
             )
-        if self._resume == "must" and not numbered(self._folder):
+        if resume == "must" and not numbered(self._folder):
             raise UsageError(
                 f"run_dir {path!r} has no checkpoint, and resume='must': check that it is the "
                 "right folder, or use resume='auto' to start from scratch"
@@ -215,11 +217,11 @@ class FitCheckpoints:
             The number of steps of the checkpoint; None if there is none. For a checkpoint that was saved right after a
             rewind, without a step in between, that of the checkpoint restored then.
         """
-        self._finish_writing()
         found: Checkpoint | None = None
 
         def read() -> dict[str, Any] | None:
             nonlocal found
+            self._finish_writing()
             self._keep_folder()
             found = newest(self._folder)
             if found is None:
@@ -333,7 +335,9 @@ class FitCheckpoints:
             UsageError: On all ranks, if `max_failures` checkpoints in a row could not be written.
         """
         self.saved_steps, self._saved_at = self.steps, time.monotonic()
-        if last or self._writing is None or self._writing.has_ended:
+        if last:
+            on_first(self._finish_writing, self._name)
+        elif self._writing is None or self._writing.has_ended:
             self._finish_writing()
         rules = logs.rules if isinstance(logs, StepLogs) else {}
         state = self._state_of(model)

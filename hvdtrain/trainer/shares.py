@@ -56,12 +56,15 @@ def checksum_of(shares: Iterable[Share], before: int = 0) -> int:
     return before
 
 
-def grouped(shares: Iterator[Share], size: int) -> Iterator[list[Share]]:
-    """Yield lists of up to `size` consecutive shares that can run together: equal shapes, and no idle rank."""
+def grouped(shares: Iterator[Share], size: int, count: int) -> Iterator[list[Share]]:
+    """Yield lists of up to `size` consecutive shares that can run together: equal shapes, and no idle rank.
+
+    All `count` ranks that share the data group alike, whether or not they are idle themselves.
+    """
     group: list[Share] = []
     for share in shares:
         alike = group and _shapes(share) == _shapes(group[0])
-        if group and not (alike and share.examples):
+        if group and not (alike and share.global_examples >= count):
             yield group
             group = []
         group.append(share)

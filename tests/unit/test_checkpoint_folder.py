@@ -162,6 +162,28 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
     assert_same(newest(tmp_path), 2.0)
 
 
+@pytest.mark.parametrize("operation", ["flush", "remove"])
+def test_what_fails_after_the_renaming_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """The checkpoint is there; what was to be removed goes with the next save."""
+    save(tmp_path, 1, state(1.0), keep=1)
+    disk = Disk()
+    done = getattr(disk, operation)
+
+    def fail(path: Path) -> None:
+        if path != tmp_path and operation == "flush":
+            return done(path)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(disk, operation, fail)
+    path = save(tmp_path, 2, state(2.0), keep=1, disk=disk)
+    assert_same(newest(tmp_path), 2.0)
+    assert [one.name for one in numbered(tmp_path)] == [path.name, "step-000000001"]
+    last = save(tmp_path, 3, state(3.0), keep=1)
+    assert numbered(tmp_path) == [last]
+
+
 class Full(Recorder):
     """A disk that fails at one operation; a removal of what an earlier save left is none."""
 

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.consistency import on_first, raise_alike
+from hvdtrain.collectives.consistency import raise_alike
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.errors import EngineError, UsageError
 

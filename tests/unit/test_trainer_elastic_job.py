@@ -12,7 +12,13 @@ import pytest
 
 from hvdtrain.errors import EngineError
 from hvdtrain.trainer import elastic_job
-from hvdtrain.trainer.elastic_job import HostChanges, WorkersChanged, start_again, starts_before
+from hvdtrain.trainer.elastic_job import (
+    HostChanges,
+    WorkersChanged,
+    resume_after_restart,
+    start_again,
+    starts_before,
+)
 from hvdtrain.worker.elastic_place import place_after_arrival, place_in_job
 
 ANSWERS = {
@@ -103,12 +109,24 @@ def test_it_starts_again_as_it_was_started(
     start_again(EngineError("gone."), 0, exists=False)
     saved, anew = done
     assert saved["A"] == "1" and saved["HOROVOD_RANK"] == "2" and "HOROVOD_HOSTNAME" not in saved
-    assert (saved["HVDTRAIN_RESUME"], saved["HVDTRAIN_STARTED_AGAIN"]) == ("must", "7 1")
-    assert "HVDTRAIN_RESUME" not in anew
+    assert (saved["HVDTRAIN_SAVED_BEFORE"], saved["HVDTRAIN_STARTED_AGAIN"]) == ("1", "7 1")
+    assert "HVDTRAIN_SAVED_BEFORE" not in anew
 
     monkeypatch.setenv("HVDTRAIN_STARTED_AGAIN", "7 3")
     with pytest.raises(EngineError, match=r"^gone\. The script was restarted 3 times"):
         start_again(EngineError("gone."), 7, exists=True)
+
+
+def test_only_the_first_fit_of_a_restarted_script_must_find_a_checkpoint() -> None:
+    """Later ones may be new; they do not insist on an empty folder, as they may have begun before the restart."""
+    environ = {"HVDTRAIN_STARTED_AGAIN": "7 1", "HVDTRAIN_SAVED_BEFORE": "1"}
+    assert [resume_after_restart(environ, resume) for resume in ("never", "auto", "never")] == [
+        "must",
+        "auto",
+        "auto",
+    ]
+    assert environ == {"HVDTRAIN_STARTED_AGAIN": "7 1"}
+    assert resume_after_restart({}, "never") == "never"
 
 
 def test_outside_of_elastic_jobs_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:

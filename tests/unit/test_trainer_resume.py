@@ -327,6 +327,16 @@ def test_a_csv_logger_goes_on_without_the_lines_that_come_again(tmp_path: Path) 
     assert path.read_text().split()[2].startswith("1;0.5")
 
 
+def test_a_csv_file_that_cannot_be_read_is_kept_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    content = b"epoch,loss\n0,1.0\n1,0.5\xff\n"
+    path.write_bytes(content)
+    logger = keras.callbacks.CSVLogger(path)
+    with pytest.warns(UserWarning, match=r"log\.csv cannot be rewritten: .*Training continues"):
+        continue_files([logger], epoch=1)
+    assert path.read_bytes() == content and logger.append
+
+
 def stopping() -> keras.callbacks.EarlyStopping:
     callback = keras.callbacks.EarlyStopping("loss", patience=2, min_delta=0.1)
     callback.set_model(keras.Sequential())

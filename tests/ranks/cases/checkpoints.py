@@ -21,7 +21,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import Checkpoints
 from hvdtrain.checkpoint.folder import Disk, newest
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.consistency import on_first
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.data import from_files
 from hvdtrain.worker import preemption_notice
 

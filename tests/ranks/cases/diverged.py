@@ -14,7 +14,7 @@ from references import reference
 from small import layers, optimizers, weights
 
 import hvdtrain
-from hvdtrain.collectives.consistency import on_first
+from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.trainer import periodic_check
 
 BATCH, BAD = 8, 22

@@ -265,12 +265,15 @@ def case_first_rank_first() -> dict[str, Any]:
     """Rank 0 takes longer than Horovod's stall check allows; then it fails, which the other is told."""
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
     mock.patch.object(first_rank, "NEWS_SECONDS", 1.0).start()
+    limit = float(os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"])
+    seconds = float(os.environ.get("SLEEP_SECONDS", limit + 3))
     with hvdtrain.first_rank_first():
         found = len(list(folder.iterdir()))
         if RANK == 0:
-            limit = float(os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"])
-            time.sleep(float(os.environ.get("SLEEP_SECONDS", limit + 3)))
+            time.sleep(seconds)
         (folder / str(RANK)).touch()
+    # As the last save of a large checkpoint.
+    assert first_rank.on_first(lambda: time.sleep(seconds) or RANK, "save") == 0  # type: ignore[func-returns-value]
     try:
         with hvdtrain.first_rank_first():
             if RANK == 0:
