@@ -83,9 +83,17 @@ class Communicator(ABC):
         """Return whether this rank is in the set."""
         return True
 
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks, now and at every later run of a function that is being traced."""
+        return self.size() == 1 and (tf.executing_eagerly() or not self._may_grow())
+
     def size_at_run(self) -> Any:
         """Return the number of ranks; a scalar int32 tensor in a graph that may outlive a change of it."""
         return self.size()
+
+    def rank_at_run(self) -> Any:
+        """Return this rank's index, in the same way."""
+        return self.rank()
 
     def divide(self, value: Any) -> Any:
         """Return `value` (a float, or a float32 tensor) divided by `size_at_run`."""
@@ -114,7 +122,7 @@ class Communicator(ABC):
             postscale_factor: Factor for the result.
         """
         tensor = tf.convert_to_tensor(tensor)
-        if self._is_alone():
+        if self.is_alone():
             return _times(tensor, prescale_factor * postscale_factor)
         wire = to_reducible(tensor)
         found = self._allreduce(
@@ -132,7 +140,7 @@ class Communicator(ABC):
     ) -> list[tf.Tensor]:
         """Return the allreduce of each of `tensors`, which have one dtype, once all are ready. A collective."""
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
-        if self._is_alone():
+        if self.is_alone():
             return [_times(tensor, prescale_factor * postscale_factor) for tensor in tensors]
         return as_one(
             tensors,
@@ -153,7 +161,7 @@ class Communicator(ABC):
             postscale_factor: Factor for the result.
         """
         tensor = tf.convert_to_tensor(tensor)
-        if self._is_alone():
+        if self.is_alone():
             return _times(tensor, postscale_factor)
         found = self._reducescatter(
             to_reducible(tensor), in_this_graph(name, self), op, postscale_factor
@@ -168,7 +176,7 @@ class Communicator(ABC):
             name: Name of the collective.
         """
         tensor = tf.convert_to_tensor(tensor)
-        if self._is_alone():
+        if self.is_alone():
             return tensor
         return _from_wire(
             self._allgather(_to_wire(tensor), in_this_graph(name, self)), tensor.dtype
@@ -183,7 +191,7 @@ class Communicator(ABC):
             name: Name of the collective.
         """
         tensor = tf.convert_to_tensor(tensor)
-        if self._is_alone():
+        if self.is_alone():
             return tensor
         found = self._broadcast(_to_wire(tensor), root, in_this_graph(name, self))
         return _like(_from_wire(found, tensor.dtype), tensor)
@@ -199,7 +207,7 @@ class Communicator(ABC):
             name: Name of the collective.
         """
         tensor = tf.convert_to_tensor(tensor)
-        if self._is_alone():
+        if self.is_alone():
             return tensor
         found = self._alltoall(
             _to_wire(tensor), tf.convert_to_tensor(splits), in_this_graph(name, self)
@@ -234,10 +242,6 @@ class Communicator(ABC):
                     "and dicts of them"
                 )
         return [decode(data) for data in everyone]
-
-    def _is_alone(self) -> bool:
-        """Whether there are no other ranks, now and at every later run of a function that is being traced."""
-        return self.size() == 1 and (tf.executing_eagerly() or not self._may_grow())
 
     def _may_grow(self) -> bool:
         """Whether other ranks may join during the life of this process."""
@@ -294,6 +298,12 @@ class HorovodRanks(Communicator):
         if tf.executing_eagerly() or not self._may_grow():
             return self.size()
         return hvd.size_op(self.process_set.process_set_id)
+
+    def rank_at_run(self) -> Any:
+        # Horovod has no such operation for a process set; only the global one changes.
+        if tf.executing_eagerly() or not self._may_grow() or not self.is_global():
+            return self.rank()
+        return hvd.rank_op()
 
     def is_global(self) -> bool:
         return bool(self.size() == hvd.size())

@@ -291,15 +291,18 @@ def alltoall(
     del ignore_name_scope
     call = _call("alltoall", name, process_set)
     value = _with_dimensions(_tensor(tensor), "alltoall")
-    ranks = call.ranks.size()
+    ranks = ranks_of(call.ranks).size_at_run()
     if splits is not None:
         return differentiable.alltoall(value, tf.cast(tf.convert_to_tensor(splits), tf.int32), call)
     rows = value.shape[0]
-    if rows is not None and rows % ranks:
+    if rows is not None and not tf.is_tensor(ranks) and rows % ranks:
         raise UsageError(
             f"alltoall: {rows} rows cannot be divided evenly over {ranks} ranks: pass splits"
         )
-    equal = tf.fill([ranks], tf.shape(value)[0] // ranks)
+    rows = tf.shape(value)[0]
+    uneven = "alltoall: the rows cannot be divided evenly over the ranks: pass splits"
+    with tf.control_dependencies([tf.debugging.assert_equal(rows % ranks, 0, uneven)]):
+        equal = tf.fill([ranks], rows // ranks)
     return differentiable.alltoall(value, equal, call)[0]
 
 

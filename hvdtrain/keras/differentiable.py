@@ -123,7 +123,7 @@ def broadcast(tensor: tf.Tensor, root_rank: int, call: Call) -> tf.Tensor:
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
         total = allreduce(gradient, again)
         # Not tf.zeros: TensorFlow would prune a collective whose result this rank does not use.
-        mine = anchored(tf.constant(hvd.rank() == root_rank))
+        mine = anchored(tf.equal(ranks_of(None).rank_at_run(), root_rank))
         return tf.math.multiply_no_nan(total, tf.cast(mine, total.dtype))
 
     return _differentiable(tensor, call, forward, backward)
@@ -195,4 +195,4 @@ def _elementwise_gradient(tensor: tf.Tensor, gradient: tf.Tensor, call: Call) ->
     with tf.GradientTape() as tape:
         tape.watch(everyone)
         result = _ELEMENTWISE[call.op](everyone * call.prescale, axis=0) * call.postscale
-    return tape.gradient(result, everyone, total)[call.ranks.rank()]
+    return tape.gradient(result, everyone, total)[ranks_of(call.ranks).rank_at_run()]

@@ -35,7 +35,7 @@ class _Synchronized:
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Return mean and variance over all ranks, each of shape (channels,). Called by Keras in training."""
-        if not hvd.is_initialized() or ALL_RANKS.size() == 1:
+        if not hvd.is_initialized() or ALL_RANKS.is_alone():
             return super()._moments(inputs, mask)  # type: ignore[misc]
         count, mean, variance = local_moments(inputs, mask, self._reduction_axes)  # type: ignore[attr-defined]
         if (step := current_step()) is not None:
@@ -150,8 +150,8 @@ def _gather(row: tf.Tensor, name: str) -> tf.Tensor:
     @tf.custom_gradient
     def gather(row: tf.Tensor) -> tuple[tf.Tensor, Any]:
         rows = ALL_RANKS.allgather(row[tf.newaxis], name)
-        rows = tf.ensure_shape(rows, [ALL_RANKS.size(), *row.shape])
-        return rows, lambda gradient: gradient[ALL_RANKS.rank()]
+        rows = tf.ensure_shape(rows, [None, *row.shape])
+        return rows, lambda gradient: gradient[ALL_RANKS.rank_at_run()]
 
     return gather(row)
 

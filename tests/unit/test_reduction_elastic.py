@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -106,21 +109,50 @@ def gradient_through(collective: Any) -> Any:
     return tape.gradient(loss, VALUES)
 
 
-@pytest.mark.parametrize(
-    ("work", "times"),
-    [
-        # For the parts, and for the mean.
-        (lambda: hvd.allreduce(VALUES, compression=hvd.Compression.bf16), 2),
-        (lambda: hvd.allreduce(tf.IndexedSlices(VALUES, tf.range(3))).values, 1),
-        (lambda: gradient_through(hvd.reducescatter), 1),
-        (lambda: gradient_through(hvd.allgather), 1),
-    ],
-    ids=["bf16", "slices", "gradient of a reducescatter", "gradient of an allgather"],
-)
-def test_a_collective_asks_for_the_number_of_ranks(
-    work: Any, times: int, monkeypatch: pytest.MonkeyPatch
+@functools.cache
+def batch_normalization() -> keras.layers.Layer:
+    layer = hvd.SyncBatchNormalization()
+    layer.build(VALUES.shape)
+    return layer
+
+
+def normalized(values: tf.Tensor) -> tf.Tensor:
+    return tf.convert_to_tensor(batch_normalization()(values, training=True)) ** 2
+
+
+COLLECTIVES = {
+    "bf16": lambda: hvd.allreduce(VALUES, compression=hvd.Compression.bf16),
+    "slices": lambda: hvd.allreduce(tf.IndexedSlices(VALUES, tf.range(3))).values,
+    "alltoall": lambda: hvd.alltoall(VALUES),
+    "gradient of a reducescatter": lambda: gradient_through(hvd.reducescatter),
+    "gradient of an allgather": lambda: gradient_through(hvd.allgather),
+    "gradient of a broadcast": lambda: gradient_through(lambda value: hvd.broadcast(value, 0)),
+    "gradient of a maximum": lambda: gradient_through(lambda v: hvd.allreduce(v, op=hvd.Max)),
+    "batch normalization": lambda: gradient_through(normalized),
+}
+
+
+ASKED = {
+    # For the parts, and for the mean.
+    "bf16": (2, 0),
+    "slices": (1, 0),
+    "alltoall": (1, 0),
+    "gradient of a reducescatter": (1, 0),
+    "gradient of an allgather": (1, 0),
+    "gradient of a broadcast": (1, 1),
+    "gradient of a maximum": (2, 1),
+    "batch normalization": (1, 1),
+}
+"""How often a graph asks for the number of ranks, and for the rank."""
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_asks_for_its_place_among_the_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hvdtrain.init()
+    batch_normalization()
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
-    graph = tf.function(work).get_concrete_function().graph
-    assert [one.type for one in graph.get_operations()].count("HorovodSize") == times
+    graph = tf.function(COLLECTIVES[name]).get_concrete_function().graph
+    found = Counter(one.type for one in graph.get_operations())
+    assert (found["HorovodSize"], found["HorovodRank"]) == ASKED[name]
