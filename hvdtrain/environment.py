@@ -51,7 +51,8 @@ STOPPED_SECONDS = "HVDTRAIN_STOPPED_SECONDS"
 
 HANG_TIMEOUT = "HVDTRAIN_HANG_TIMEOUT"
 HANG_SECONDS = 1800
-"""Seconds without progress after which a run is ended: the variable (`hvdtrain run --hang-timeout`) and the default."""
+"""Seconds without progress after which a run is ended, 0: none: the variable (`hvdtrain run --hang-timeout`) and the
+default."""
 
 LAUNCH_ID = "HVDTRAIN_LAUNCH_ID"
 """Unique ID of one `hvdtrain run`, in the environment of each of its processes, so that none is left behind."""

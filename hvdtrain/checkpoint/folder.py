@@ -13,6 +13,7 @@ from the variables' own memory, and the checksum, XXH3 of 128 bits, is about as 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,8 @@ from hvdtrain.errors import UsageError, warn_user
 
 FORMAT = 2
 PREFIX, UNFINISHED = "step-", ".unfinished-"
+NO_FLUSH_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
+"""What file systems answer that cannot flush a folder."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,20 @@ def save(
             disk.remove(temporary)  # Free the space: the disk may be full.
         error.filename = error.filename or str(final)
         raise
-    # It is written now: a later save removes what remains.
-    with suppress(OSError):
+    # It is written, whatever fails from here on; a later save removes what remains.
+    try:
         disk.flush(folder)
-        found = newest_first({*there, final})
-        here = found.index(final)
-        # Newer ones are damaged: otherwise the training would have resumed from them.
-        for other in found[:here] + found[here + keep :]:
+    except OSError as error:
+        if error.errno not in NO_FLUSH_OF_FOLDERS:
+            warn_user(
+                f"{folder} cannot be flushed to the disk: {error}. Older checkpoints are kept"
+            )
+            return final
+    found = newest_first({*there, final})
+    here = found.index(final)
+    # Newer ones are damaged: otherwise the training would have resumed from them.
+    for other in found[:here] + found[here + keep :]:
+        with suppress(OSError):
             disk.remove(other)
     return final
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +14,7 @@ import horovod.tensorflow as hvd
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.collectives.consistency import raise_alike
+from hvdtrain.environment import HANG_SECONDS, HANG_TIMEOUT
 from hvdtrain.errors import EngineError, UsageError
 
 NEWS_SECONDS = 5.0
@@ -35,7 +39,7 @@ def first_rank_first() -> Iterator[None]:
     """
     if not hvd.is_initialized():
         raise UsageError("first_rank_first: call hvdtrain.init() first")
-    with _first(ALL_RANKS, "first_rank_first") as is_first:
+    with _first(ALL_RANKS, "first_rank_first", math.inf) as is_first:
         if is_first:
             yield
     if not is_first:
@@ -45,7 +49,8 @@ def first_rank_first() -> Iterator[None]:
 def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS) -> Any:
     """Call `work` on the first rank only, and return its result on all ranks. A collective.
 
-    As in `first_rank_first`, `work` may take any time, and must not contain collectives.
+    As in `first_rank_first`, `work` must not contain collectives, and the stall check does not apply for the first
+    HVDTRAIN_HANG_TIMEOUT seconds: a file system that never answers ends the job after that.
 
     Args:
         work: Function that returns an object that `Communicator.exchange` accepts.
@@ -57,7 +62,8 @@ def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS
         EngineError: On all ranks but the first: `work` failed otherwise. The first rank raises the error itself.
     """
     result, failed = None, None
-    with _first(ranks, name) as is_first:
+    limit = float(os.environ.get(HANG_TIMEOUT) or HANG_SECONDS) or math.inf
+    with _first(ranks, name, limit) as is_first:
         if is_first:
             try:
                 result = work()
@@ -68,12 +74,18 @@ def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS
 
 
 @contextmanager
-def _first(ranks: Communicator, name: str) -> Iterator[bool]:
-    """Yield whether this is the first rank; the block ends on the others when it has ended there. A collective."""
+def _first(ranks: Communicator, name: str, limit: float) -> Iterator[bool]:
+    """Yield whether this is the first rank; the block ends on the others when it has ended there. A collective.
+
+    Args:
+        ranks: Ranks that take part.
+        name: Name of the collective.
+        limit: Seconds after which the stall check applies to the block.
+    """
     if ranks.size() == 1:
         yield True
     elif ranks.rank() == 0:
-        with _news(ranks, name):
+        with _news(ranks, name, limit):
             yield True
     else:
         yield False
@@ -81,12 +93,13 @@ def _first(ranks: Communicator, name: str) -> Iterator[bool]:
 
 
 @contextmanager
-def _news(ranks: Communicator, name: str) -> Iterator[None]:
+def _news(ranks: Communicator, name: str, limit: float) -> Iterator[None]:
     """On the first rank: report to the others that the block is running, and finally how it ended."""
     ended = threading.Event()
+    until = time.monotonic() + limit
 
     def tell() -> None:
-        while not ended.wait(NEWS_SECONDS):
+        while not ended.wait(NEWS_SECONDS) and time.monotonic() < until:
             try:
                 ranks.exchange(_BUSY, name)
             except Exception:  # The last exchange raises it in the thread that can handle it.

@@ -40,12 +40,14 @@ def sum_slices(
     if tf.executing_eagerly():
         gathered = _behind_each_other(slices, ranks, name)
         return _by_index(gathered) if _are_positions(gathered.indices, ranks) else gathered
+    proven = bool(once)
     if once is None:
         graph = tf.compat.v1.get_default_graph()  # The indices may be an eager constant.
         once = _any_batch(graph) and slices.indices.shape.is_fully_defined()
     if not once or follows_data(slices.indices):
         return _behind_each_other(slices, ranks, name)
-    if slices.values.shape.is_fully_defined():
+    # Otherwise constant indices may be others on each rank: a row for each of several data sets, for example.
+    if proven and slices.values.shape.is_fully_defined():
         total = ranks.allreduce(slices.values, f"{name}_values")
         return tf.IndexedSlices(total, slices.indices, slices.dense_shape)
     return _by_index(_behind_each_other(slices, ranks, name))

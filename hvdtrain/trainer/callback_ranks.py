@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import tensorflow as tf
 from keras import callbacks as kc
 
 from hvdtrain.checkpoint.fit_callback import CheckpointCallback
@@ -70,8 +69,8 @@ def saving_together(
     """
     for callback in callbacks:
         if isinstance(callback, kc.ModelCheckpoint):
-            overlay(callback, _WithFolder)
-            callback.set_model(_SavedTogether(callback.model, save))
+            overlay(callback, _Elsewhere)
+            callback.set_model(_SavedTogether(callback, save))
 
 
 @contextmanager
@@ -89,32 +88,35 @@ def backups_kept(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None
         callback.on_train_end()
 
 
-class _WithFolder:
-    """Mixin for a ModelCheckpoint that creates its folder whether or not another rank has just created it."""
+class _Elsewhere:
+    """Mixin for a ModelCheckpoint that does not create the folder of its file: what saves does, on one rank.
+
+    A rank that failed there alone would miss the collectives that save.
+    """
+
+    hvdtrain_path = Path()
 
     def _get_file_path(self, *when: Any) -> str:
-        path: str = super()._get_file_path(*when)  # type: ignore[misc]
-        if folder := path.rpartition("/")[0]:
-            tf.io.gfile.makedirs(folder)
-        return path
+        self.hvdtrain_path = Path(super()._get_file_path(*when))  # type: ignore[misc]
+        return self.hvdtrain_path.name
 
 
 class _SavedTogether:
     """A proxy for a model whose `save` and `save_weights` run on all ranks."""
 
-    def __init__(self, model: keras.Model, save: Callable[[Path], None]) -> None:
-        self._model = model
-        self._save = save
+    def __init__(self, callback: Any, save: Callable[[Path], None]) -> None:
+        self._model = callback.model
+        self._save = lambda: save(callback.hvdtrain_path)
 
     def save(self, filepath: Any, overwrite: bool = True) -> None:
-        """Write the whole model with its optimizer to a .keras file."""
-        del overwrite
-        self._save(Path(filepath))
+        """Write the whole model with its optimizer to the callback's .keras file."""
+        del filepath, overwrite
+        self._save()
 
     def save_weights(self, filepath: Any, overwrite: bool = True) -> None:
-        """Write all weights to a .weights.h5 file."""
-        del overwrite
-        self._save(Path(filepath))
+        """Write all weights to the callback's .weights.h5 file."""
+        del filepath, overwrite
+        self._save()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -105,7 +105,7 @@ def resume_after_restart(environ: MutableMapping[str, str], resume: str) -> str:
     may have begun before the restart.
 
     Args:
-        environ: Environment of this process; no longer holds SAVED_BEFORE afterwards.
+        environ: Environment of this process, on any rank; no longer holds SAVED_BEFORE afterwards.
         resume: The Trainer's argument.
     """
     if environ.pop(SAVED_BEFORE, None) is not None:

@@ -35,7 +35,14 @@ from hvdtrain.collectives.consistency import any_rank, raise_alike
 from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
-from hvdtrain.errors import EngineError, HvdtrainError, Preempted, UsageError, warn_user
+from hvdtrain.errors import (
+    DivergedError,
+    EngineError,
+    HvdtrainError,
+    Preempted,
+    UsageError,
+    warn_user,
+)
 from hvdtrain.keras_internals.optimizers import rate_variable
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.runtime import Rank, engine_errors
@@ -121,7 +128,8 @@ class FitCheckpoints:
         self._opened = True
         self._facts = json.loads(json.dumps(facts, default=str))
         try:
-            found = on_first(lambda: self._open(initial_epoch), self._name)
+            resume = resume_after_restart(os.environ, self._resume)
+            found = on_first(lambda: self._open(initial_epoch, resume), self._name)
             position = None
             if found is not None:
                 position = Position(**found["position"])
@@ -130,6 +138,10 @@ class FitCheckpoints:
                 self._alike = found["alike"]
             with self._preemption.listening():
                 yield position
+        except DivergedError:
+            # Raised on all ranks, which wait: see `save`.
+            on_first(self._finish_writing, self._name)
+            raise
         finally:
             try:
                 self._finish_writing()
@@ -137,9 +149,8 @@ class FitCheckpoints:
                 if self._lock is not None:
                     os.close(self._lock)
 
-    def _open(self, initial_epoch: int) -> dict[str, Any] | None:
+    def _open(self, initial_epoch: int, resume: str) -> dict[str, Any] | None:
         path, began = str(self._run_dir.path), self._folder.is_dir()
-        resume = resume_after_restart(os.environ, self._resume)
         if self._schedule.mirror is not None:
             self._mirror = Mirror(self._schedule.mirror, self._schedule.keep)
             self._claim(initial_epoch, began)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
+from hvdtrain.collectives import first_rank
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import raise_alike
 from hvdtrain.collectives.first_rank import on_first
@@ -60,3 +62,25 @@ def test_the_first_ones_failure_is_everyones() -> None:
     for error in run_ranks(thread_ranks(2), work):
         assert isinstance(error, UsageError)
         assert str(error) == "load: [Errno 2] No such file or directory: '/nowhere/at/all'"
+
+
+@pytest.mark.parametrize(("limit", "reports"), [("0", range(8, 99)), ("0.3", range(1, 7))])
+def test_the_first_one_reports_until_it_counts_as_hung(
+    monkeypatch: pytest.MonkeyPatch, limit: str, reports: range
+) -> None:
+    """Every 0.05 s of 1 s, on any machine far from the limits; 0: no limit."""
+    monkeypatch.setattr(first_rank, "NEWS_SECONDS", 0.05)
+    monkeypatch.setenv("HVDTRAIN_HANG_TIMEOUT", limit)
+    heard: list[Any] = []
+    exchange = Communicator.exchange
+
+    def hear(ranks: Communicator, value: Any, name: str) -> list[Any]:
+        everyone = exchange(ranks, value, name)
+        heard.append(everyone[0] if ranks.rank() else None)
+        return everyone
+
+    monkeypatch.setattr(Communicator, "exchange", hear)
+    run_ranks(
+        thread_ranks(2), lambda ranks: on_first(lambda: time.sleep(1) or "text", "save", ranks)
+    )
+    assert heard.count("busy") in reports and heard.count("text") == 1

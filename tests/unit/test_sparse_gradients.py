@@ -115,6 +115,22 @@ def test_how_often_positions_are_looked_up() -> None:
     assert slices_of_two(BY_DATA["words"], None, None) == [24, 24]
 
 
+def test_constants_that_differ_between_ranks_are_no_positions() -> None:
+    """A table with a row for each rank, for example: rank 0 has a gradient of 1 for row 0, rank 1 of 2 for row 1."""
+
+    def run(ranks: Communicator) -> list[float]:
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([None])])
+        def step(x: tf.Tensor) -> tf.Tensor:
+            values = tf.ones([1, 1]) * tf.reduce_sum(x)
+            slices = tf.IndexedSlices(values, tf.constant([ranks.rank()]), tf.constant([2, 1]))
+            total = sum_slices(slices, ranks, "test")
+            return tf.math.unsorted_segment_sum(total.values, total.indices, 2)[:, 0]
+
+        return list(step(tf.ones([1 + ranks.rank()])).numpy())
+
+    assert run_ranks(thread_ranks(2), run) == [[1.0, 2.0]] * 2
+
+
 def summed(indices: list[list[int]]) -> list[tuple[list[int], list[float]]]:
     """Slices of 1, 2, 3 ... on each rank, summed eagerly."""
 

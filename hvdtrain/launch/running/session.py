@@ -21,6 +21,7 @@ from hvdtrain.environment import (
     EXIT_SIGNAL_BASE,
     EXIT_TERMINATED,
     EXIT_USAGE,
+    HANG_TIMEOUT,
     LOG_DIR,
     STOPPED_SECONDS,
     TERMINAL,
@@ -172,6 +173,7 @@ def _run_once(
         LOG_DIR: str(log_dir.resolve()),
         TERMINAL: "".join(map(str, terminals)) + (DRAWN if drawn else "") or "0",
         STOPPED_SECONDS: str(still),
+        HANG_TIMEOUT: str(limits.hang if limits else 0),
     }
     output = Output(
         log_dir,
