@@ -147,4 +147,4 @@ def case_pipeline_to_others() -> dict[str, Any]:
         except UsageError as error:
             messages.append(str(error))
     _train_on("tensor", "pipeline", before=True)
-    return {"files": sorted(p.name for p in own.iterdir()), "messages": messages}
+    return {"files": sorted(p.name for p in own.glob("*")), "messages": messages}
