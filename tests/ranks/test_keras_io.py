@@ -40,7 +40,7 @@ BY_TRAINER_ALONE = {
     "translation": "its loss divides by the words that are no padding, of all ranks"
 }
 ALL_CASES = "HVDTRAIN_ALL_CASES" in os.environ
-EVERY = 1 if ALL_CASES else 12
+EVERY = 1 if ALL_CASES else 6
 TRIED = NAMES[::EVERY]
 ENVIRONMENT = {"KERAS_IO_EVERY": str(EVERY)}
 EXACT = 2e-5

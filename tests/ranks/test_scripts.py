@@ -133,11 +133,7 @@ def check_profile(path: Path, steps: range) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "least"),
-    [
-        ("train_mnist.py", 0.97),
-        pytest.param("train_custom_loop.py", 0.97, marks=pytest.mark.all_cases),
-    ],
+    ("script", "least"), [("train_mnist.py", 0.97), ("train_custom_loop.py", 0.97)]
 )
 def test_full_length(tmp_path: Path, script: str, least: float) -> None:
     assert accuracy(hvdtrain_run(tmp_path, script)) >= least
@@ -189,10 +185,9 @@ def test_own_loop_and_two_workers_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_horovod_style_under_horovodrun(tmp_path: Path) -> None:
+def test_horovod_style_under_horovodrun_at_full_length(tmp_path: Path) -> None:
     file = tmp_path / "model.keras"
-    given = ("horovod_style.py", "--epochs", "6", "--grow", "--checkpoint", file)
-    assert accuracy(horovodrun(*given)) >= 0.9
+    assert accuracy(horovodrun("horovod_style.py", "--grow", "--checkpoint", file)) >= 0.96
     assert keras.saving.load_model(file).count_params() > 0
 
 
