@@ -14,8 +14,8 @@ import horovod.tensorflow as hvd
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.collectives.consistency import raise_alike
-from hvdtrain.environment import HANG_SECONDS, HANG_TIMEOUT
 from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.worker.stuck_rank import hang_limit
 
 NEWS_SECONDS = 5.0
 """Interval at which rank 0 reports that it is still busy, so that Horovod's stall check sees no long wait."""
@@ -62,8 +62,7 @@ def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS
         EngineError: On all ranks but the first: `work` failed otherwise. The first rank raises the error itself.
     """
     result, failed = None, None
-    limit = float(os.environ.get(HANG_TIMEOUT) or HANG_SECONDS) or math.inf
-    with _first(ranks, name, limit) as is_first:
+    with _first(ranks, name, hang_limit(os.environ) or math.inf) as is_first:
         if is_first:
             try:
                 result = work()

@@ -33,7 +33,7 @@ def end_when_stuck(environ: Mapping[str, str]) -> None:
     Raises:
         UsageError: The variable is not a number of seconds.
     """
-    limit = _limit(environ)
+    limit = hang_limit(environ)
     name = "hvdtrain-stuck-rank"
     watched = LAUNCH_ID in environ or any(one.name == name for one in threading.enumerate())
     if not watched and size_of(environ) > 1 and limit > 0:
@@ -41,7 +41,8 @@ def end_when_stuck(environ: Mapping[str, str]) -> None:
         threading.Thread(target=_watch, args=arguments, daemon=True, name=name).start()
 
 
-def _limit(environ: Mapping[str, str]) -> float:
+def hang_limit(environ: Mapping[str, str]) -> float:
+    """Return the seconds in HVDTRAIN_HANG_TIMEOUT; 1800 if it is not set. Raises as `end_when_stuck`."""
     text = environ.get(HANG_TIMEOUT) or str(HANG_SECONDS)
     try:
         limit = float(text)
