@@ -39,9 +39,10 @@ from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.data.arrays import convert, is_arrays, unpack
 from hvdtrain.data.structures import count_examples
 from hvdtrain.errors import ReplicaError, UsageError
+from hvdtrain.keras.fit import prepare_fit
 from hvdtrain.keras.optimizer import undistribute
 from hvdtrain.keras.sync_batch_norm import synchronized
-from hvdtrain.keras.writers import on_this_rank, prepare_fit
+from hvdtrain.keras.writers import on_this_rank
 from hvdtrain.keras_internals.models import compile_config, optimizers_of, overridden
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique

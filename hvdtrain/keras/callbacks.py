@@ -27,8 +27,8 @@ from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
 from hvdtrain.keras.learning_rate import LearningRateWarmupCallback as LearningRateWarmupCallback
-from hvdtrain.keras_internals.models import is_built, refresh_constants
-from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state
+from hvdtrain.keras_internals.models import is_built, optimizers_of, refresh_constants
+from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state, is_sharded
 from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.keras_internals.variables import (
     local_variables,
@@ -100,8 +100,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._first_batch_done = self._first_step_checked = False
         self._finite = FiniteWatch()
         # fit has built the model and its optimizer by now; a loop that calls callbacks itself may not have.
-        if is_built(self.model) and not self.model.optimizer.built:
-            self.model.optimizer.build(self.model.trainable_variables)
+        optimizer = self.model.optimizer
+        if is_built(self.model) and optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
         require_equal(self._facts(), "training")
         self._broadcast()
 
@@ -142,13 +143,19 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _facts(self) -> dict[str, Any]:
         """Return settings that must be the same on all ranks, or one would wait for another forever."""
-        optimizer = inner_of(self.model.optimizer)
+        optimizers = optimizers_of(self.model)
+        inner = [inner_of(one) for one in optimizers]
         facts = {
             "the number of steps in an epoch": self.params.get("steps"),
             "the number of epochs": self.params.get("epochs"),
             "steps_per_execution": self.model.steps_per_execution,
-            "the optimizer": type(optimizer).__name__,
-            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
+            "the optimizers": [type(one).__name__ for one in inner],
+            "gradient_accumulation_steps": [one.gradient_accumulation_steps for one in inner],
+            "the number of variables of each optimizer": [
+                # Those of a sharded optimizer differ between ranks on purpose.
+                0 if is_sharded(one) else len(one.variables)
+                for one in optimizers
+            ],
         }
         local = {id(tf_variable(v)) for v in self._all_local()}
         common = [v for v in self.model.variables if id(tf_variable(v)) not in local]
@@ -167,12 +174,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         with on_device(self.device):
             broadcast_variables([*common, *seed_variables(self.model)], self.root_rank)
         refresh_constants(self.model)
-        broadcast_loaded_state(self.model.optimizer)
+        for optimizer in optimizers_of(self.model):
+            broadcast_loaded_state(optimizer)
         fold_rank_into_seeds(self.model, ALL_RANKS.rank())
         self._broadcast_count = self._count_variables()
 
     def _count_variables(self) -> int:
-        return len(self.model.variables) + len(self.model.optimizer.variables)
+        return sum(len(one.variables) for one in [self.model, *optimizers_of(self.model)])
 
     def _average_statistics(self) -> None:
         average_statistics(self.model, self._all_local())
@@ -180,7 +188,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _has_updated(self, batch: int) -> bool:
         """Whether the weights have been updated: with gradient accumulation, not in the first steps."""
-        return batch + 1 >= (inner_of(self.model.optimizer).gradient_accumulation_steps or 1)
+        inner = [inner_of(one) for one in optimizers_of(self.model)]
+        return batch + 1 >= max((one.gradient_accumulation_steps or 1 for one in inner), default=1)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

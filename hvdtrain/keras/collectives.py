@@ -68,6 +68,7 @@ from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import differentiable
 from hvdtrain.keras.differentiable import Call
+from hvdtrain.keras.fit import prepare_fit
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.runtime import start_horovod
@@ -100,6 +101,7 @@ def init(*args: Any, **kwargs: Any) -> None:
     """
     start_horovod(*args, **kwargs)
     prepare_keras()
+    prepare_fit()
 
 
 def allreduce(

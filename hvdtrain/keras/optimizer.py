@@ -28,8 +28,8 @@ from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.reduction import GradientReducer, Reduction, weighted
 from hvdtrain.collectives.step_context import current_step
 from hvdtrain.errors import EngineError, UsageError, require_integer
+from hvdtrain.keras.fit import prepare_fit
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
-from hvdtrain.keras.writers import prepare_fit
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.optimizers import (
     AppliesByKeras,

@@ -18,7 +18,7 @@ from hvdtrain.collectives.tensor_names import variables_name
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import layers_of
 from hvdtrain.keras_internals.overlay import overlay
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import mark_taped, tf_variable
 
 
 class _DistributedTape:
@@ -44,6 +44,7 @@ class _DistributedTape:
         gradients = super().gradient(  # type: ignore[misc]
             target, [tf_variable(s) for s in flat], output_gradients, unconnected_gradients
         )
+        mark_taped(flat, self.hvdtrain_reducer)
         return tf.nest.pack_sequence_as(sources, self.hvdtrain_reducer(gradients, flat))
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:

@@ -133,9 +133,37 @@ def trained_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any
 
 
 def local_variables(model: keras.Model | None, optimizer: Any = None) -> list[Any]:
-    """Return the variables passed to `register_local_var` of `optimizer`; None: of the model's optimizers."""
+    """Return the variables whose gradients stay on their rank: of `optimizer`, or of the model's optimizers and tapes.
+
+    Args:
+        model: Model, or None.
+        optimizer: Optimizer. None: those of the model.
+    """
     inner = [inner_of(one) for one in _optimizers(model, optimizer)]
-    return [v for one in inner for v in getattr(one, "local_variables", ())]
+    taped = [] if model is None else [v for v, tape in taped_variables(model) if tape.is_local(v)]
+    return [v for one in inner for v in getattr(one, "local_variables", ())] + taped
+
+
+def mark_taped(sources: Iterable[Any], reducer: Any) -> None:
+    """Note on those `sources` of a tape that are variables that `reducer` reduces their gradients."""
+    for variable in map(tf_variable, sources):
+        if isinstance(variable, tf.Variable):
+            variable.hvdtrain_tape_reducer = reducer
+
+
+def forget_tapes(model: keras.Model) -> None:
+    """Forget what `mark_taped` has noted on the variables of a model."""
+    for variable, _ in taped_variables(model):
+        del tf_variable(variable).hvdtrain_tape_reducer
+
+
+def taped_variables(model: keras.Model) -> list[tuple[Any, Any]]:
+    """Return the trainable variables of a model whose gradients a DistributedGradientTape reduces, with its reducer."""
+    marks = [
+        (v, getattr(tf_variable(v), "hvdtrain_tape_reducer", None))
+        for v in model.trainable_variables
+    ]
+    return [(variable, reducer) for variable, reducer in marks if reducer is not None]
 
 
 def _optimizers(model: keras.Model | None, optimizer: Any) -> list[Any]:

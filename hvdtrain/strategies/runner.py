@@ -11,6 +11,7 @@ from hvdtrain.collectives.consistency import require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.data import Share
+from hvdtrain.keras_internals.adapted import adapted_facts
 from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.models import metric_names, symbolic_inputs
 from hvdtrain.keras_internals.variables import tf_variable
@@ -59,6 +60,7 @@ class Runner:
                 list(tf_variable(v).shape) for v in state_variables(model.metrics)
             ],
         }
+        built |= adapted_facts(model)
         require_equal(built, what, "model")
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:

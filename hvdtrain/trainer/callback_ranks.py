@@ -44,9 +44,9 @@ def on_this_rank(
     if not saves_together:
         return writers.on_this_rank(callbacks, is_first)
     for callback in callbacks:
-        if isinstance(callback, kc.BackupAndRestore):
+        if isinstance(callback, kc.BackupAndRestore | kc.OrbaxCheckpoint):
             raise UsageError(
-                "BackupAndRestore cannot save a model or optimizer that is divided over ranks: "
+                f"{type(callback).__name__} cannot save a model or optimizer that is divided over ranks: "
                 "use ModelCheckpoint, and Trainer.load before fit to resume"
             )
         if isinstance(callback, kc.SwapEMAWeights):
@@ -139,7 +139,8 @@ def need_global_batches(
 
 def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     """Whether a callback may save after any step; the same on every rank, as in `need_global_batches`."""
-    saving = (c for c in callbacks if isinstance(c, (kc.ModelCheckpoint, kc.BackupAndRestore)))
+    kinds = (kc.ModelCheckpoint, kc.OrbaxCheckpoint, kc.BackupAndRestore)
+    saving = (c for c in callbacks if isinstance(c, kinds))
     return any(callback.save_freq != "epoch" for callback in saving)
 
 
@@ -153,5 +154,6 @@ def _looks_at_batches(callback: keras.callbacks.Callback, methods: Sequence[str]
         return True  # A method that the user's subclass adds.
     if methods is not TRAIN_METHODS:
         return False
-    saves, shows = isinstance(callback, kc.ModelCheckpoint), isinstance(callback, kc.TensorBoard)
+    saves = isinstance(callback, kc.ModelCheckpoint | kc.OrbaxCheckpoint)
+    shows = isinstance(callback, kc.TensorBoard)
     return (saves and callback.save_freq != "epoch") or (shows and callback.update_freq != "epoch")

@@ -244,9 +244,10 @@ class Trainer:
             sharded: Whether `x` is this rank's own part of the data (its own list of files, Dataset.shard), from which
                 it draws its share of every global batch. Steps are weighted by the number of examples on each rank; a
                 rank whose part has ended idles until all have. The Trainer still divides `validation_data`.
-            callbacks: A Keras callback or several. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
-                BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. If each rank holds only part
-                of the state (layout, shard_optimizer), ModelCheckpoint runs on all ranks and writes the whole model.
+            callbacks: A Keras callback or several. Those that only write (ModelCheckpoint, OrbaxCheckpoint,
+                TensorBoard, CSVLogger, BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. If
+                each rank holds only part of the state (layout, shard_optimizer), ModelCheckpoint runs on all ranks and
+                writes the whole model.
             initial_epoch: Index of the first epoch to train, from 0.
             verbose: 0 (silent), 1 (live view), 2 (a line per epoch and per minute) or "auto"; shown by rank 0.
 

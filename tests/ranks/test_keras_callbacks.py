@@ -66,6 +66,15 @@ def test_a_drift_in_the_middle_is_found_at_the_end_of_the_epoch(results: Results
         assert "bias' of rank 1" in message
 
 
+def test_other_vocabulary(results: Results) -> None:
+    for found in results.of("case_other_vocabulary"):
+        for name in ("guarded", "alone"):
+            assert 'vocabulary 0 (string_lookup) is "2 values' in found[name]
+        assert (
+            "vocabulary 0 (string_lookup) of rank 1 differs from that of rank 0" in found["checked"]
+        )
+
+
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
@@ -74,7 +83,7 @@ def test_a_drift_in_the_middle_is_found_at_the_end_of_the_epoch(results: Results
             "case_other_input_shape",
             ["variable 0 (kernel)", "[8, 6]", "on rank 0", "[7, 6]", "on rank 1"],
         ),
-        ("case_other_accumulation", ["gradient_accumulation_steps", "2 on rank 1"]),
+        ("case_other_accumulation", ["gradient_accumulation_steps", "[2] on rank 1"]),
         ("case_missing_metric", ["metric 'accuracy'", "missing on rank 1", "epoch 1"]),
         ("case_one_rank_stops_early", ["rank 0 begins epoch 2, rank 1 stops training"]),
         ("case_frozen_layer_that_differs", ["bias' of rank 1", "after epoch 1"]),

@@ -34,3 +34,22 @@ def test_local_sources(results: Results) -> None:
 
 def test_shapes_differ_between_ranks(results: Results) -> None:
     assert max(results.of("case_shapes_differ_between_ranks")) <= 1e-6
+
+
+def test_in_fit(results: Results) -> None:
+    """A train_step with a tape and a plain optimizer: files, errors and ends as with a DistributedOptimizer."""
+    both = results.of("case_in_fit")
+    for rank, found in enumerate(both):
+        saved = [f"{epoch}.weights.h5" for epoch in (1, 2, 3)]
+        assert found["files"] == [*saved, "backup", "board-0", "log-0.csv"]
+        assert found["epochs"] == [[0, 1], [2]]
+        assert [line.split(",")[0] for line in found["log"]] == ["epoch", "0", "1", "2"]
+        assert found["after nan"] == [[0, 1], [0]]
+        assert "drifted apart after epoch 1" in found["other weights"]
+        assert '["MetricAverageCallback"] on rank 0 and [] on rank 1' in found["callback on rank 0"]
+        assert "callback CSVLogger: " in found["no folder"] and "missing" in found["no folder"]
+        own = [f"{epoch}.weights.h5" for epoch in range(1, rank + 2)]
+        assert found["plain"] == [*own, "backup", f"board-{rank}", f"log-{rank}.csv"]
+    first, second = both
+    assert first["shared kernel"] == second["shared kernel"]
+    assert abs(first["own kernel of the ranks"] - second["own kernel of the ranks"]) > 1e-3

@@ -25,6 +25,7 @@ from hvdtrain.collectives.metrics import as_value, merge_state
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.adapted import adapted_facts
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
 from hvdtrain.keras_internals.models import compile_like, metric_names
@@ -120,6 +121,7 @@ class StageRunner(Runner):
             ],
             "the model's inputs": [[list(t.shape), str(t.dtype)] for t in self.stage.whole.inputs],
         }
+        facts |= adapted_facts(self.stage.whole)
         require_equal(facts, what, "model")
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:

@@ -195,6 +195,26 @@ def case_other_accumulation() -> str:
     return error_of(compiled(network(), optimizer), broadcast())
 
 
+def case_other_vocabulary() -> dict[str, str]:
+    """Each rank adapts to its own data: with the callback, without it, and in a check by the script."""
+    words = np.array([["a", "b", "c", "d"][i % 4] for i in range(24)])
+    lookup = keras.layers.StringLookup()
+    lookup.adapt(words[hvd.rank() :: 2])
+    layers = [keras.Input((1,), dtype="string"), lookup, keras.layers.Embedding(5, 2)]
+    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(2)])
+    compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    data = (words[:, None], np.arange(24) % 2)
+    found = {
+        "guarded": error_of(model, broadcast(), data=data),
+        "alone": error_of(model, data=data),
+    }
+    try:
+        hvd.check_replicas(model)
+    except ReplicaError as error:
+        found["checked"] = str(error)
+    return found
+
+
 def case_missing_metric() -> str:
     metrics = ["accuracy"] if hvd.rank() == 0 else []
     model = compiled(network(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), metrics)

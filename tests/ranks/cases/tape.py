@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -25,7 +27,9 @@ from small import (
     weights,
 )
 
+import hvdtrain
 import hvdtrain.keras as hvd
+from hvdtrain.errors import ReplicaError
 
 
 def loop(distributed: bool, graph: bool, tf_variables: bool = False) -> list[np.ndarray]:
@@ -147,3 +151,108 @@ def case_shapes_differ_between_ranks() -> float:
         wanted = np.mean([batch(number, rank).mean(axis=0) for rank in range(SIZE)], axis=0)
         apart = max(apart, difference([got.numpy()[:, 0]], [wanted]))
     return apart
+
+
+class Taped(keras.Model):
+    """A train_step of its own, as in Horovod's examples: a plain optimizer, and a tape that is distributed or not."""
+
+    def __init__(self, tape: Any) -> None:
+        super().__init__()
+        self.shared, self.own = keras.layers.Dense(1), keras.layers.Dense(1)
+        self.wrap = tape
+
+    def call(self, x: Any) -> Any:
+        return self.shared(x) + self.own(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x) - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply(self.wrap(tape, self).gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+def case_in_fit() -> dict[str, Any]:
+    """The same script and paths on all ranks: fit once, and again; then what must be an error, and a plain tape."""
+    hvd.init()  # As every script does.
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+    x = np.random.default_rng(RANK).normal(size=(8, 2)).astype("float32")
+
+    def distributed(tape: Any, model: Any) -> Any:
+        return hvd.DistributedGradientTape(tape)
+
+    def partial(tape: Any, model: Any) -> Any:
+        return hvd.PartialDistributedGradientTape(tape, local_layers=model.own)
+
+    def plain(tape: Any, model: Any) -> Any:
+        return tape
+
+    def made(tape: Any, seed: int) -> Taped:
+        keras.utils.set_random_seed(seed)
+        model = Taped(tape)
+        model.compile(optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+        model(x)
+        return model
+
+    def fit(model: Taped, *callbacks: Any, x: Any = x, epochs: int = 2) -> Any:
+        return model.fit(
+            x, x[:, :1], 4, epochs, 0, list(callbacks), validation_data=(x, x[:, :1]), shuffle=False
+        )
+
+    def writers(to: Path) -> list[Any]:
+        kinds = keras.callbacks
+        return [
+            kinds.ModelCheckpoint(to / "{epoch}.weights.h5", save_weights_only=True),
+            kinds.CSVLogger(to / f"log-{RANK}.csv", append=True),
+            kinds.TensorBoard(to / f"board-{RANK}"),
+            kinds.BackupAndRestore(to / "backup", delete_checkpoint=False),
+        ]
+
+    model = made(distributed, seed=RANK)
+    first = fit(model, hvd.callbacks.BroadcastGlobalVariablesCallback(0), *writers(folder))
+    again = fit(model, *writers(folder), epochs=3)
+    hvd.check_replicas(model)
+
+    steps: list[int] = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs=None: steps.append(batch)
+    )
+    # In the second of three batches, which only rank 1 sees; as one process would, both end there.
+    bad = np.ones([12, 2], "float32")
+    bad[5 if RANK else 0] = np.nan if RANK else 1.0
+    ended = fit(made(distributed, 0), keras.callbacks.TerminateOnNaN(), count, x=bad).epoch
+
+    local = made(partial, seed=0)
+    local.own.kernel.assign_add([[float(RANK)], [0.0]])
+    fit(local)
+
+    def error_of(model: Taped, *callbacks: Any) -> str:
+        try:
+            fit(model, *callbacks)
+        except ReplicaError as error:
+            return str(error)
+        return "no error"
+
+    full = keras.callbacks.CSVLogger(str(folder / "missing" / "log.csv"))
+    try:
+        said = str(fit(made(distributed, 0), full))
+    except hvdtrain.UsageError as error:
+        said = str(error)
+    alone = Path(tempfile.mkdtemp())
+    fit(made(plain, RANK), *writers(alone), epochs=1 + RANK)
+    hvd.allreduce(0.0, name="all have written")
+    return {
+        "files": sorted(path.name for path in folder.iterdir()),
+        "epochs": [first.epoch, again.epoch],
+        "log": (folder / "log-0.csv").read_text().splitlines(),
+        "after nan": [steps, ended],
+        "own kernel of the ranks": float(local.own.kernel[0, 0]),
+        "shared kernel": float(local.shared.kernel[0, 0]),
+        "other weights": error_of(made(distributed, seed=RANK)),
+        "callback on rank 0": error_of(
+            made(distributed, 0), *([hvd.callbacks.MetricAverageCallback()] if RANK == 0 else [])
+        ),
+        "no folder": said,
+        "plain": sorted(path.name for path in alone.iterdir()),
+    }

@@ -105,6 +105,7 @@ def case_disagreements() -> dict[str, str]:
         "metrics": message(lambda: fit(trainer(metrics=[] if LAST else ["mae"]))),
         "model": message(lambda: fit(trainer(lambda: model(5 if LAST else 4)))),
         "layers": message(lambda: fit(trainer(wide_and_deep if LAST else model))),
+        "statistics": message(lambda: fit(trainer(lambda: normalized(float(RANK))))),
         "batch size": message(lambda: fit(trainer(global_batch_size=4 if LAST else 8))),
         "learning rate": message(
             lambda: fit(trainer(optimizer=optimizers.SGD(0.1 if LAST else 0.05)))
@@ -120,6 +121,11 @@ def case_disagreements() -> dict[str, str]:
 
 def wide_and_deep() -> keras.Model:
     return keras.Sequential([layers.Input((3,)), layers.Dense(4), layers.Dense(4), layers.Dense(1)])
+
+
+def normalized(mean: float) -> keras.Model:
+    layer = layers.Normalization(mean=mean, variance=1.0)
+    return keras.Sequential([layers.Input((3,)), layer, layers.Dense(1)])
 
 
 def batches(count: int, shift: float = 0.0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
