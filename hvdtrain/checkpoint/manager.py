@@ -28,6 +28,7 @@ from hvdtrain.collectives.consistency import any_rank, require_equal
 from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError, require_integer
+from hvdtrain.keras_internals.models import refresh_constants
 from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import (
@@ -169,6 +170,9 @@ class CheckpointManager:
             for variable, value in zip(self._untracked(), own["untracked"], strict=True):
                 variable.assign(value)
             self._make_own(ranks)
+        for one in self._tracked:
+            if isinstance(one, keras.Model):
+                refresh_constants(one)
         set_random_states(own)
         return {"step": step, **own["position"]}
 

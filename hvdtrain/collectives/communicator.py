@@ -229,7 +229,9 @@ class Communicator(ABC):
         except UsageError as error:
             sent, fine = str(error).encode(), False
         framed = np.frombuffer(_FRAME.pack(len(sent), fine) + sent, np.uint8)
-        bits = memoryview(self.allgather(framed, f"hvdtrain_{name}_values").numpy())
+        # All ranks on the same device, also within tf.device(...), which other threads do not inherit.
+        with tf.device("CPU:0"):
+            bits = memoryview(self.allgather(framed, f"hvdtrain_{name}_values").numpy())
         everyone, begin = [], 0
         for rank in range(self.size()):
             length, fine = _FRAME.unpack_from(bits, begin)
@@ -424,4 +426,5 @@ def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     # As Horovod scales integers: in float64, then truncated.
     if factor == 1.0:
         return tensor
-    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+    wide = tensor.dtype if tensor.dtype.is_complex else tf.float64
+    return tf.cast(tf.cast(tensor, wide) * tf.cast(factor, wide), tensor.dtype)

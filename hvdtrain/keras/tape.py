@@ -147,6 +147,10 @@ def PartialDistributedGradientTape(
 ) -> Any:
     """Make a DistributedGradientTape that does not reduce the gradients of `local_layers`.
 
+    An optimizer that combines the gradients of all variables (`global_clipnorm`, LossScaleOptimizer) combines each
+    rank's local ones with the reduced ones, and so scales the latter differently on each rank: use
+    PartialDistributedOptimizer with these.
+
     Other arguments as in DistributedGradientTape.
 
     Args:

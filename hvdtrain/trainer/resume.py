@@ -346,15 +346,19 @@ class FitCheckpoints:
             UsageError: On all ranks, if `max_failures` checkpoints in a row could not be written.
         """
         self.saved_steps, self._saved_at = self.steps, time.monotonic()
+        failed: Exception | None = None
         if last:
             on_first(self._finish_writing, self._name)
         elif self._writing is None or self._writing.has_ended:
-            self._finish_writing()
+            try:
+                self._finish_writing()
+            except Exception as error:  # Rank 0 tells the others below.
+                failed = error
         rules = logs.rules if isinstance(logs, StepLogs) else {}
         state = self._state_of(model)
         own = state.own({"callbacks": self.callbacks.take(), "seen": self.seen}, rules)
         # Only rank 0 writes, so only it knows of a write in progress and of failures.
-        failed = self._failed_too_often()
+        failed = failed or self._failed_too_often()
         here = [self._writing is not None, self.exists, failed is not None, own]
         busy, exists, ends, ranks = zip(*ALL_RANKS.exchange(here, "saving"), strict=True)
         self.exists = any(exists)

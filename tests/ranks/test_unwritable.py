@@ -47,6 +47,12 @@ def test_a_full_disk_for_a_log_ends_no_training(results: Results) -> None:
             assert "No space left" in text
 
 
+def test_an_error_of_a_kind_not_foreseen(results: Results) -> None:
+    first, second = results.of("case_error_of_a_kind_not_foreseen")
+    assert first == "MemoryError: no room"
+    assert second.startswith("EngineError: Rank 0 failed: ") and "no room" in second
+
+
 @pytest.mark.slow
 def test_callbacks(results: Results) -> None:
     said = alike(results, "case_callbacks")

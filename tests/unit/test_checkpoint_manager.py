@@ -144,6 +144,21 @@ def test_variables_of_all_kinds(managed: Any) -> None:
     assert counter.numpy() == 3 and list(weight.numpy()) == [1.0, 1.0]
 
 
+def test_restored_statistics_are_used(managed: Any) -> None:
+    """Normalization keeps what it computes from its variables beside them."""
+    x = np.array([[1.0], [3.0]], "float32")
+
+    def adapted(data: np.ndarray) -> keras.Model:
+        layer = keras.layers.Normalization()
+        layer.adapt(data)
+        return keras.Sequential([keras.Input((1,)), layer])
+
+    saved, other = adapted(x), adapted(5 * x)
+    managed(saved).save(1)
+    managed(other).restore()
+    assert other(x).numpy().ravel().tolist() == saved(x).numpy().ravel().tolist() == [-1.0, 1.0]
+
+
 @pytest.mark.parametrize("step", [-1, 2.5, "two", None, np.array([1, 2])])
 def test_a_step_that_is_none(managed: Any, step: Any) -> None:
     with pytest.raises(UsageError, match="pass the number of steps so far"):

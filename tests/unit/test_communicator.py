@@ -28,6 +28,13 @@ def test_every_dtype_comes_back_as_numpy_computes_it(size: int) -> None:
     assert values(size, communication.wrong) == [[]] * size
 
 
+def test_complex_numbers_are_scaled_where_a_rank_is_alone() -> None:
+    def scaled(ranks: Communicator) -> Any:
+        return complex(ranks.allreduce(tf.constant(1 + 2j), "c", prescale_factor=2.0).numpy())
+
+    assert values(1, scaled) == [2 + 4j]
+
+
 def test_a_constant_is_not_reduced_ahead() -> None:
     assert values(2, communication.of_constants) == [[12.0, 23.0]] * 2
 

@@ -8,10 +8,12 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 from trainer_failures import RANK, X, Y, fit, message, model, trainer
 
+import hvdtrain
 import hvdtrain.keras as hvd
 
 CALLBACKS = keras.callbacks
@@ -86,6 +88,18 @@ def writers(place: Path) -> list[keras.callbacks.Callback]:
         CALLBACKS.BackupAndRestore(place / "file" / "backup"),
         CALLBACKS.TensorBoard(place / "file" / "logs"),
     ]
+
+
+def case_error_of_a_kind_not_foreseen() -> str:
+    """In the thread that writes a checkpoint, on rank 0 only."""
+    run = folder() / "run"
+    checkpoints = hvdtrain.Checkpoints(every_steps=1)
+    with mock.patch("hvdtrain.trainer.resume.save", side_effect=MemoryError("no room")):
+        try:
+            fit(trainer(run_dir=run, checkpoints=checkpoints))
+        except (MemoryError, hvdtrain.EngineError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def case_callbacks() -> list[str]:
