@@ -39,7 +39,7 @@ def first_rank_first() -> Iterator[None]:
     """
     if not hvd.is_initialized():
         raise UsageError("first_rank_first: call hvdtrain.init() first")
-    with _first(ALL_RANKS, "first_rank_first", math.inf) as is_first:
+    with first_rank_alone(ALL_RANKS, "first_rank_first", math.inf) as is_first:
         if is_first:
             yield
     if not is_first:
@@ -62,7 +62,7 @@ def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS
         EngineError: On all ranks but the first: `work` failed otherwise. The first rank raises the error itself.
     """
     result, failed = None, None
-    with _first(ranks, name, hang_limit(os.environ) or math.inf) as is_first:
+    with first_rank_alone(ranks, name) as is_first:
         if is_first:
             try:
                 result = work()
@@ -73,14 +73,21 @@ def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS
 
 
 @contextmanager
-def _first(ranks: Communicator, name: str, limit: float) -> Iterator[bool]:
+def first_rank_alone(ranks: Communicator, name: str, limit: float | None = None) -> Iterator[bool]:
     """Yield whether this is the first rank; the block ends on the others when it has ended there. A collective.
+
+    The block must not contain collectives.
 
     Args:
         ranks: Ranks that take part.
         name: Name of the collective.
-        limit: Seconds after which the stall check applies to the block.
+        limit: Seconds after which the stall check applies to the block. None: those of HVDTRAIN_HANG_TIMEOUT.
+
+    Raises:
+        EngineError: On the other ranks: the first one failed in the block.
     """
+    if limit is None:
+        limit = hang_limit(os.environ) or math.inf
     if ranks.size() == 1:
         yield True
     elif ranks.rank() == 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -66,10 +67,23 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
             own = on_this_rank(given, is_first=ranks.rank() == 0)
             restores = any(isinstance(c, kc.BackupAndRestore) for c in own)
             restored = _RestoreTogether(ranks, restores)
-            call.arguments["callbacks"] = [*failing_together(own, ranks), restored, *checks]
+            writing = failing_together(given, own, ranks, _waited_for(given, ranks))
+            call.arguments["callbacks"] = [*writing, restored, *checks]
     elif not trains_by_keras(self) and hvd.is_initialized() and hvd.size() > 1:
         call.arguments["callbacks"] = _until_the_first_step(given, self)
     return original(*call.args, **call.kwargs)
+
+
+def _waited_for(
+    callbacks: Sequence[keras.callbacks.Callback], ranks: Communicator
+) -> list[keras.callbacks.Callback]:
+    """Return the writers of a script that gives the same callbacks on every rank, for `failing_together`. A collective.
+
+    Scripts for Horovod often give them on the first rank only. There, the others cannot know where to wait.
+    """
+    everyone = ranks.exchange([type(c).__name__ for c in callbacks], "writers")
+    alike = all(one == everyone[0] for one in everyone)
+    return [c for c in callbacks if alike and isinstance(c, WRITERS)]
 
 
 def _agree(
@@ -172,7 +186,6 @@ class _Waiting(Writer):
 
     Attributes:
         missed: Calls that a logger has missed; None if it waits no longer, or is no logger.
-        runs: Whether this rank runs the callback.
         fails_together: Whether its error is to be raised on all ranks; see `Writer`.
     """
 
@@ -180,29 +193,30 @@ class _Waiting(Writer):
         super().__init__(callback)
         is_logger = isinstance(callback, LOGGERS)
         self.missed: list[Callable[[], None]] | None = [] if is_logger else None
-        self.runs = True
         self.fails_together = False
 
-    def go_on(self, runs: bool, together: bool) -> None:
+    def go_on(
+        self, runs: bool = True, together: bool = False, ranks: Communicator | None = None
+    ) -> None:
         """End the wait.
 
         Args:
-            runs: Whether this rank runs the callback.
+            runs: See `Writer`.
             together: Whether its error is to be raised on all ranks.
+            ranks: See `Writer`.
         """
         missed, self.missed = self.missed or [], None
-        self.runs = runs
-        self.fails_together = together
+        self.runs, self.ranks, self.fails_together = runs, ranks, together
         for call in missed:
             call()
 
-    def _run(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _run(self, hook: str, *args: Any, **kwargs: Any) -> None:
         if self.missed is not None:
-            self.missed.append(lambda: self._run(method, *args, **kwargs))
-        elif self.fails_together and self.runs:
-            super()._run(method, *args, **kwargs)
-        elif self.runs:
-            method(*args, **kwargs)
+            self.missed.append(partial(self._run, hook, *args, **kwargs))
+        elif self.fails_together:
+            super()._run(hook, *args, **kwargs)
+        else:
+            getattr(self.hvdtrain_wrapped, hook)(*args, **kwargs)
 
 
 class _FirstStep(keras.callbacks.Callback):
@@ -247,11 +261,13 @@ class _FirstStep(keras.callbacks.Callback):
         ranks = taped[0][1].reduction.process_set if taped else None
         if ranks is None or not ranks.includes_this() or ranks.size() == 1:
             for writer in self._waiting:
-                writer.go_on(runs=True, together=False)
+                writer.go_on()
             return
         checks = _agree(self._given, self.model, ranks, **{"the first epoch": self._epoch + 1})
+        waited_for = _waited_for(self._given, ranks)
         for writer in self._waiting:
-            writer.go_on(runs=ranks.rank() == 0, together=True)
+            waits = ranks if writer.hvdtrain_wrapped in waited_for else None
+            writer.go_on(runs=ranks.rank() == 0, together=True, ranks=waits)
         self._last.begin([RaiseAlike(self._waiting, ranks), *checks])
 
 

@@ -5,7 +5,7 @@ Ranks that write the same files at the same time would corrupt them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from keras import callbacks as kc
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import raise_alike
+from hvdtrain.collectives.first_rank import first_rank_alone
 from hvdtrain.errors import warn_user
 from hvdtrain.keras_internals.models import overrides
 
@@ -39,7 +40,10 @@ def on_this_rank(
 
 
 def failing_together(
-    callbacks: Sequence[keras.callbacks.Callback], ranks: Communicator
+    callbacks: Sequence[keras.callbacks.Callback],
+    own: Sequence[keras.callbacks.Callback],
+    ranks: Communicator,
+    waited_for: Sequence[keras.callbacks.Callback] = (),
 ) -> list[keras.callbacks.Callback]:
     """Return callbacks for a CallbackList that raise the error of one rank's writer on all ranks.
 
@@ -49,38 +53,69 @@ def failing_together(
     training continues.
 
     Args:
-        callbacks: Callbacks of this rank, from `on_this_rank`.
+        callbacks: The user's callbacks.
+        own: Those that this rank runs, from `on_this_rank`.
         ranks: Ranks that train together.
+        waited_for: Writers that only the first rank runs, and the others wait for; at the same places on every rank.
     """
     kinds = WRITERS if ranks.size() > 1 else LOGGERS
-    own = [Writer(c) if isinstance(c, kinds) else c for c in callbacks]
-    return [*own, RaiseAlike([c for c in own if isinstance(c, Writer)], ranks)]
+    running, waiting = ({id(c) for c in some} for some in (own, waited_for))
+    placed: list[keras.callbacks.Callback] = []
+    for callback in callbacks:
+        if isinstance(callback, kinds) and id(callback) in running | waiting:
+            waits = ranks if id(callback) in waiting else None
+            placed.append(Writer(callback, id(callback) in running, waits))
+        elif id(callback) in running:
+            placed.append(callback)
+    return [*placed, RaiseAlike([c for c in placed if isinstance(c, Writer)], ranks)]
 
 
 class Writer(keras.callbacks.Callback):
     """Wraps a callback that writes: keeps its first error, and does not call it again after that.
 
     A full disk ends the training if the model cannot be saved, but not if only lines of a log are lost.
+
+    Args:
+        callback: Callback of one of the WRITERS.
+        runs: Whether this rank runs it.
+        ranks: Ranks whose first one runs it, and whose others wait for it in the methods LONG, so that the stall check
+            does not apply there. None: no rank waits.
     """
 
-    def __init__(self, callback: keras.callbacks.Callback) -> None:
+    LONG = ("on_train_begin", "on_epoch_end", "on_train_end")
+
+    def __init__(
+        self,
+        callback: keras.callbacks.Callback,
+        runs: bool = True,
+        ranks: Communicator | None = None,
+    ) -> None:
         super().__init__()
         self.hvdtrain_wrapped = callback
         self.name = type(callback).__name__
+        self.runs = runs
+        self.ranks = ranks
         self.error: Exception | None = None
         self.is_fatal = False
         self._logs = isinstance(callback, LOGGERS)
         self._begun = not overrides(callback, "on_train_begin")
         hooks = [n for n in dir(keras.callbacks.Callback) if n.startswith("on_")]
         for name in ["set_model", "set_params", *(n for n in hooks if overrides(callback, n))]:
-            setattr(self, name, partial(self._run, getattr(callback, name)))
+            setattr(self, name, partial(self._run, name))
 
-    def _run(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if self.error is not None:
+    def _run(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        if self.ranks is None or hook not in self.LONG:
+            self._call(hook, *args, **kwargs)
+            return
+        with first_rank_alone(self.ranks, f"callback {self.name}"):
+            self._call(hook, *args, **kwargs)
+
+    def _call(self, hook: str, *args: Any, **kwargs: Any) -> None:
+        if self.error is not None or not self.runs:
             return
         try:
-            method(*args, **kwargs)
-            self._begun = self._begun or method.__name__ == "on_train_begin"
+            getattr(self.hvdtrain_wrapped, hook)(*args, **kwargs)
+            self._begun = self._begun or hook == "on_train_begin"
         except Exception as error:
             self.error = error
             unwritten = isinstance(error, OSError | tf.errors.OpError)

@@ -54,10 +54,19 @@ def on_this_rank(
                 "SwapEMAWeights cannot swap the averages of a model or optimizer that is divided "
                 "over ranks: leave it out, or do not divide them"
             )
-    together = [c for c in callbacks if isinstance(c, kc.ModelCheckpoint)]
-    for callback in together:
-        callback.verbose = callback.verbose if is_first else 0
-    return [c for c in callbacks if is_first or c in together or not isinstance(c, WRITERS)]
+    for callback in callbacks:
+        if isinstance(callback, kc.ModelCheckpoint) and not is_first:
+            callback.verbose = 0
+    left_out = [] if is_first else written_by_first(callbacks, saves_together)
+    return [c for c in callbacks if c not in left_out]
+
+
+def written_by_first(
+    callbacks: Sequence[keras.callbacks.Callback], saves_together: bool
+) -> list[keras.callbacks.Callback]:
+    """Return the writers that only rank 0 runs; for `saves_together` see `on_this_rank`."""
+    together = (kc.ModelCheckpoint,) if saves_together else ()
+    return [c for c in callbacks if isinstance(c, WRITERS) and not isinstance(c, together)]
 
 
 def saving_together(
@@ -137,11 +146,25 @@ def need_global_batches(
     return any(_looks_at_batches(callback, methods) for callback in callbacks)
 
 
-def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
-    """Whether a callback may save after any step; the same on every rank, as in `need_global_batches`."""
+def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback], sync: Any) -> bool:
+    """Whether a callback may save after any step; the same on every rank, as in `need_global_batches`.
+
+    Args:
+        callbacks: The user's callbacks, the same list on every rank.
+        sync: The Trainer's argument.
+
+    Raises:
+        UsageError: If one may, and `sync` lets the ranks train alone for some steps.
+    """
     kinds = (kc.ModelCheckpoint, kc.OrbaxCheckpoint, kc.BackupAndRestore)
-    saving = (c for c in callbacks if isinstance(c, kinds))
-    return any(callback.save_freq != "epoch" for callback in saving)
+    found = any(c.save_freq != "epoch" for c in callbacks if isinstance(c, kinds))
+    if found and sync is not None:
+        raise UsageError(
+            "sync: no rank holds the averaged model between rounds, so ModelCheckpoint and BackupAndRestore can "
+            "only save at the end of an epoch: leave save_freq out, or use "
+            "checkpoints=hvdtrain.Checkpoints(every_steps=...)"
+        )
+    return found
 
 
 def _looks_at_batches(callback: keras.callbacks.Callback, methods: Sequence[str]) -> bool:

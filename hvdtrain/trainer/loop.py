@@ -33,6 +33,7 @@ from hvdtrain.trainer.callback_ranks import (
     on_this_rank,
     save_within_epochs,
     saving_together,
+    written_by_first,
 )
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.fit_record import FitRecord
@@ -136,10 +137,11 @@ class Loop:
         """Train from the position `resumed`; None: from the beginning."""
         together = self.strategy.saves_together
         own = on_this_rank(plan.callbacks, self.rank.is_first, together)
+        written = written_by_first(plan.callbacks, together)
         if resumed is not None and self.rank.is_first:
             continue_files(own, resumed.epoch)
         callbacks = keras.callbacks.CallbackList(
-            failing_together(own, ALL_RANKS),
+            failing_together(plan.callbacks, own, ALL_RANKS, written),
             add_history=True,
             model=self.model,
             epochs=plan.epochs,
@@ -202,8 +204,9 @@ class Loop:
         Raises:
             UsageError: If the data has no batches.
         """
+        own = on_this_rank(plan.callbacks, self.rank.is_first)
         callbacks = keras.callbacks.CallbackList(
-            failing_together(on_this_rank(plan.callbacks, self.rank.is_first), ALL_RANKS),
+            failing_together(plan.callbacks, own, ALL_RANKS),
             model=self.model,
             epochs=1,
             steps=plan.source.steps_per_epoch,
@@ -281,13 +284,7 @@ class Loop:
         step_logs: Logs = {}
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
-        saving = save_within_epochs(plan.callbacks)
-        if saving and self.record.config["sync"] is not None:
-            raise UsageError(
-                "sync: no rank holds the averaged model between rounds, so ModelCheckpoint and BackupAndRestore can "
-                "only save at the end of an epoch: leave save_freq out, or use "
-                "checkpoints=hvdtrain.Checkpoints(every_steps=...)"
-            )
+        saving = save_within_epochs(plan.callbacks, self.record.config["sync"])
         self.record.events.begin_steps()
         # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.
         together = 1 if isinstance(plan.train, ShardedSource) else self.steps_per_execution

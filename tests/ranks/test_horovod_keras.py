@@ -79,6 +79,12 @@ def test_several_optimizers(results: Results) -> None:
         assert "differs" in found["message"]
 
 
+@pytest.mark.slow
+def test_a_writer_that_takes_longer_than_a_stall() -> None:
+    found = on_ranks("horovod_keras", env=SHORT).of("case_a_slow_writer")
+    assert found == [{"epochs": [0], "saved": True}] * 2
+
+
 @pytest.mark.parametrize(
     "seconds", ["0.5", pytest.param("", marks=pytest.mark.slow, id="longer than a stall")]
 )

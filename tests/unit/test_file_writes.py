@@ -169,8 +169,9 @@ def test_a_backup_outlives_the_end_of_training(tmp_path: Path) -> None:
 
 
 def test_a_log_on_a_full_disk_is_left_out_on_a_rank_alone_too() -> None:
+    log = [keras.callbacks.CSVLogger("/dev/full")]
     callbacks = keras.callbacks.CallbackList(
-        failing_together([keras.callbacks.CSVLogger("/dev/full")], LoneRank(0)),
+        failing_together(log, log, LoneRank(0)),
         model=model(1),
         epochs=2,
     )
@@ -182,8 +183,9 @@ def test_a_log_on_a_full_disk_is_left_out_on_a_rank_alone_too() -> None:
 
 
 def test_a_log_that_cannot_be_begun_is_an_error_at_once() -> None:
+    log = [keras.callbacks.CSVLogger("/missing/log.csv")]
     callbacks = keras.callbacks.CallbackList(
-        failing_together([keras.callbacks.CSVLogger("/missing/log.csv")], LoneRank(0)),
+        failing_together(log, log, LoneRank(0)),
         model=model(1),
     )
     with (

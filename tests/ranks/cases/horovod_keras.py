@@ -266,7 +266,7 @@ def case_first_rank_first() -> dict[str, Any]:
     folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
     mock.patch.object(first_rank, "NEWS_SECONDS", 1.0).start()
     limit = float(os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"])
-    seconds = float(os.environ.get("SLEEP_SECONDS", limit + 3))
+    seconds = float(os.environ.get("SLEEP_SECONDS", limit + 5))
     with hvdtrain.first_rank_first():
         found = len(list(folder.iterdir()))
         if RANK == 0:
@@ -282,6 +282,24 @@ def case_first_rank_first() -> dict[str, Any]:
     except (OSError, hvdtrain.EngineError) as error:
         said = f"{type(error).__name__}: {error}"
     return {"found": found, "said": said}
+
+
+def case_a_slow_writer() -> dict[str, Any]:
+    """Rank 0 saves for longer than Horovod's stall check allows."""
+    mock.patch.object(first_rank, "NEWS_SECONDS", 1.0).start()
+    seconds = float(os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) + 5
+
+    class Slow(keras.callbacks.ModelCheckpoint):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            time.sleep(seconds)
+            super().on_epoch_end(epoch, logs)
+
+    file = Path(hvd.broadcast_object(tempfile.mkdtemp())) / "model.keras"
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Slow(file)]
+    history = model.fit(np.ones([8, 2]), np.ones([8, 1]), 4, 1, 0, own)
+    return {"epochs": history.epoch, "saved": file.is_file()}
 
 
 def case_nan_on_one_rank() -> dict[str, Any]:
