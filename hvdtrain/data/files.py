@@ -26,6 +26,7 @@ from hvdtrain.data.arrays import to_array
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.indexed import KnownSource, Slot
 from hvdtrain.data.share import ReadOptions, Share
+from hvdtrain.data.streams import global_batches
 from hvdtrain.errors import UsageError
 
 RECORDS = re.compile(r"\.tfrecords?(-\d+-of-\d+)?$")
@@ -138,18 +139,21 @@ class FileSource(KnownSource):
 
     def _shares(self, slots: Sequence[Slot]) -> Iterator[Share]:
         bare = structures.is_bare(self._given)
-        for slot, batch in zip(slots, self._batches(slots), strict=True):
-            data = structures.cast_floats((batch,) if bare else batch, self.reading.float_dtype)
+        batches = ((batch,) if bare else batch for batch in self._batches(slots))
+        # tf.data makes batches of one length; a share may have one example more or fewer, also that of a smaller batch.
+        shares = global_batches(batches, lambda step: slots[step].end - slots[step].begin)
+        for slot, share in zip(slots, shares, strict=True):
+            data = structures.concatenate(share.pieces)
+            data = structures.cast_floats(data, self.reading.float_dtype)
             data = apply_class_weight(
                 data, self.reading.class_weight, self.reading.float_dtype, "the files"
             )
             yield slot.share(structures.as_given(data, bare))
 
     def _batches(self, slots: Sequence[Slot]) -> Iterator[Any]:
-        """Yield the rank's decoded examples, one share at a time."""
+        """Yield the rank's decoded examples, in batches of the length of its first share."""
         import tensorflow as tf
 
-        # All shares but the last have this many rows, so batches of this length are the shares.
         rows = slots[0].end - slots[0].begin
         damaged: list[UsageError] = []
         try:

@@ -40,7 +40,7 @@ def sharded(n, batch=None, upstream=lambda dataset: dataset, seen=None):
     data=st.data(),
 )
 def test_the_global_batches_without_a_point(n, cut, batch, known, steps, data):
-    size = data.draw(st.integers(1, min(batch, 4)))
+    size = data.draw(st.integers(1, min(batch, 8)))
 
     def upstream(dataset):
         return dataset if known else dataset.filter(lambda x, y: True)
