@@ -7,10 +7,12 @@ requests all of them, in order.
 """
 
 import itertools
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +69,21 @@ class Items:
         `use_multiprocessing` also means threads: to fork a process that runs TensorFlow and MPI is not safe.
         """
         return _ahead(self.__getitem__, order, self.dataset.workers)
+
+    def seeded_in_order(self, order: Sequence[int], seed: tuple[int, ...]) -> Iterator[Any]:
+        """As `in_order`, with random numbers that depend on `seed` and the index, not on the items made before.
+
+        So ranks that make other items draw the same numbers for an item, and in on_epoch_end. With several threads this
+        holds for the first item only, which is then made alone: threads share Python's and NumPy's generators.
+        """
+
+        def seeded(index: int) -> Any:
+            with _drawing_from(*seed, index):
+                return self[index]
+
+        workers = self.dataset.workers
+        yield seeded(order[0])
+        yield from _ahead(seeded if workers <= 1 else self.__getitem__, order[1:], workers)
 
     def skip(self, epochs: int) -> None:
         """Let the dataset change as over `epochs` epochs, without making an item."""
@@ -141,7 +158,8 @@ class ItemSource(KnownSource):
         wanted = [list(self._pieces(order, slot.begin, slot.end)) for slot in slots]
         first = slots[0].begin - slots[0].offset
         compared = next(self._pieces(order, first, first + 1)).whole
-        data = self._read([compared, *itertools.chain(*wanted)])
+        seed = (reading.seed, first // self.pass_length)
+        data = self._read([compared, *itertools.chain(*wanted)], seed)
         checksum: int | None = structures.checksum(next(data))
         bare = structures.is_bare(self.given)
         for slot, pieces in zip(slots, wanted, strict=True):
@@ -166,10 +184,11 @@ class ItemSource(KnownSource):
             yield _Piece(int(items[place]), int(lengths[place]), first - start, stop - start)
             first, place = stop, place + 1
 
-    def _read(self, pieces: Sequence["_Piece"]) -> Iterator[tuple]:
+    def _read(self, pieces: Sequence["_Piece"], seed: tuple[int, ...]) -> Iterator[tuple]:
         """Yield the rows of each piece; an item with several consecutive pieces is requested once."""
         self.items.dataset.on_epoch_begin()
-        found = self.items.in_order([i for i, _ in itertools.groupby(p.index for p in pieces)])
+        order = [index for index, _ in itertools.groupby(piece.index for piece in pieces)]
+        found = self.items.seeded_in_order(order, seed)
         for index, same in itertools.groupby(pieces, key=lambda piece: piece.index):
             data = self._data(index, next(found))
             for piece in same:
@@ -227,6 +246,19 @@ def py_dataset_source(dataset: Any, reading: ReadOptions) -> ItemSource | None:
         pass_length=(count - 1) * lengths[0] + lengths[-1],
         reading=reading,
     )
+
+
+@contextmanager
+def _drawing_from(*seed: int) -> Iterator[None]:
+    """Seed Python's and NumPy's global generators for this block; afterwards they continue as if it had not been."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(str(seed))
+    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _ahead(get: Callable[[int], Any], order: Iterable[int], workers: int) -> Iterator[Any]:

@@ -169,7 +169,8 @@ class Loop:
             self.record.announce(resumed.describe(plan.epochs))
             if not resumed.stopped and resumed.epoch < plan.epochs:
                 self._skip(plan, first, resumed)
-            if resumed.step == 0:
+            # Within an epoch, only after the data has been skipped; but nothing follows the last epoch.
+            if resumed.step == 0 or resumed.epoch >= plan.epochs:
                 self._restore()
         logs: Logs = {}
         stragglers = StragglerWatch()

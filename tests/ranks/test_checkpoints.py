@@ -63,6 +63,7 @@ def test_several_steps_at_once_with_warm_up(results: Results) -> None:
 @pytest.mark.slow
 def test_a_finished_run_and_more_epochs(results: Results) -> None:
     for found in results.of("case_more_epochs"):
+        assert found.pop("steps of the saved model") == 2 * 7 + 2
         assert found == {"again": [], "longer": [], "finished": []}
 
 

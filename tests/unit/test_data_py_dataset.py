@@ -1,5 +1,6 @@
 """A PyDataset by item: the global batches of arrays, from few calls of __getitem__ on each rank."""
 
+import random
 from collections import Counter
 
 import keras
@@ -99,6 +100,43 @@ def test_the_ranks_can_see_that_they_have_other_items():
     assert one == other and one[0] is not None and set(one[1:]) == {None}
     one, other = checksums(1)
     assert one[0] != other[0]
+
+
+class Augmented(Batches):
+    """Draws from the global generators in each item, and shuffles itself with them, as most scripts do."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + np.random.normal(size=x.shape) + random.random(), y
+
+    def on_epoch_end(self):
+        order = np.random.permutation(len(self.data[0]))
+        self.data = tuple(part[order] for part in self.data)
+
+
+def test_random_numbers_do_not_depend_on_the_number_of_ranks():
+    """The items of all ranks, in the same order, and what is drawn after them."""
+
+    def trained(size):
+        batches, checksums, after = [], [], []
+        for rank in range(size):
+            # As hvdtrain.init(seed=1) does, in a process for each rank.
+            random.seed(1)
+            np.random.seed(1)
+            data = stream(Augmented(64, 4), 8, seed=3)
+            shares = [share for epoch in range(3) for share in data.epoch(epoch, rank, size)]
+            batches.append([share.data[0] for share in shares])
+            checksums.append([share.checksum for share in shares])
+            after.append((random.random(), np.random.random()))
+        assert all(one == checksums[0] for one in checksums)
+        assert all(one == after[0] for one in after)
+        return [np.concatenate(parts) for parts in zip(*batches, strict=True)], after[0]
+
+    (alone, left), (together, left_of_two) = trained(1), trained(2)
+    assert len(alone) == 24
+    for one, same in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, same)
+    assert left == left_of_two
 
 
 class Uneven(keras.utils.PyDataset):

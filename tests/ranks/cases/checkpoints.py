@@ -393,8 +393,13 @@ def case_more_epochs() -> dict[str, Any]:
     run_dir = folder()
     short = train(run_dir, epochs=2)
     again = train(run_dir, epochs=2)
+    assert train(run_dir, end_at=3) is None
+    train(run_dir, epochs=2)  # The checkpoint is one of the third epoch.
+    saved = keras.models.load_model(run_dir / "model.keras")
+    hvd.allreduce(0.0, name="all have read")
     return {
         "again": differences(again, short),
+        "steps of the saved model": int(saved.optimizer.iterations),
         "longer": differences(train(run_dir), undisturbed),
         "finished": differences(train(run_dir), undisturbed),
     }
