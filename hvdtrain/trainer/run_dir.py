@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError, warn_user
@@ -108,7 +108,7 @@ class EpochTable:
             if not (self._columns and self._path.exists()):
                 self._begin(self._waiting[0]["epoch"], self._columns or columns)
             self._write()
-        except OSError as error:
+        except (OSError, csv.Error) as error:
             if not self._warned:
                 warn_user(
                     f"{self._path} cannot be written: {error}. Training continues; the lines are kept in "
@@ -117,7 +117,7 @@ class EpochTable:
             self._warned = True
 
     def _write(self) -> None:
-        with self._path.open("r+", newline="") as file:
+        with _open(self._path, "r+") as file:
             end = file.seek(0, os.SEEK_END)
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
             try:
@@ -134,16 +134,21 @@ class EpochTable:
         """Write the header and the lines of epochs before `epoch`, which an earlier process has trained."""
         before: list[dict[str, str]] = []
         if self._path.exists():
-            with self._path.open(newline="") as file:
+            with _open(self._path, "r") as file:
                 reader = csv.DictReader(file)
                 columns = [*dict.fromkeys([*(reader.fieldnames or ()), *columns])]
                 numbers = ((row.get("epoch", "0") or "", row) for row in reader)
                 before = [row for n, row in numbers if n.isdecimal() and int(n) < epoch]
-        with replacing(self._path) as temporary, temporary.open("w", newline="") as file:
+        with replacing(self._path) as temporary, _open(temporary, "w") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(before)
         self._columns = columns
+
+
+def _open(path: Path, mode: str) -> IO[str]:
+    """Open a CSV file. Bytes that are no text are kept: a file that was damaged must not end a training."""
+    return path.open(mode, newline="", encoding="utf-8", errors="surrogateescape")
 
 
 def _plain(value: Any) -> Any:

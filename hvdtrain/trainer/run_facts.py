@@ -10,10 +10,10 @@ import keras
 from hvdtrain.checkpoint.state import own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import alike
-from hvdtrain.data import KnownSource, ShardedSource, Source
+from hvdtrain.data import ShardedSource, Source
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import optimizers_of
-from hvdtrain.trainer.setup import source_facts
+from hvdtrain.trainer.setup import samples_of, source_facts
 
 CONFIG = (
     "optimizer",
@@ -74,7 +74,7 @@ def facts_of(
         if reading.class_weight is None
         else sorted(reading.class_weight.items()),
         **source_facts(source),
-        "the training data": source.sample() if isinstance(source, KnownSource) else {},
+        "the training data": samples_of(source),
     }
     own = {
         "the metrics": [metric.name for metric in model.metrics],

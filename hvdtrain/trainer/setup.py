@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.data import (
+    KnownSource,
     ShardedSource,
     Source,
     Spec,
@@ -231,6 +232,17 @@ def check_epochs(epochs: int, initial_epoch: int, value: int | Collection[int]) 
         )
 
 
+def check_split(validation_data: Any, sharded: bool) -> None:
+    """Raise UsageError if `validation_split` is given with arguments that it does not go with."""
+    if validation_data is not None:
+        raise UsageError("Pass validation_data or validation_split, not both")
+    if sharded:
+        raise UsageError(
+            "validation_split with sharded=True would hold back other examples on each worker, while validation "
+            "divides data that all have in common: pass validation_data, the same on every worker"
+        )
+
+
 def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
     """Return ((x, y, sample_weight), validation data): the last `fraction` of the examples, before shuffling."""
     train, validation = validation_split(x, y, sample_weight, fraction)
@@ -307,13 +319,27 @@ def one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def source_facts(source: Source) -> dict[str, Any]:
+def source_facts(source: Source, validation: Source | None = None) -> dict[str, Any]:
     """Return the facts about its data that a rank compares with the others before it starts."""
-    return {
+    facts = {
         "the number of steps in an epoch": source.steps_per_epoch,
         "the number of examples": source.examples,
         "the shape and dtype of an example": source.element,
     }
+    if validation is not None:
+        facts |= {f"validation {key}": value for key, value in source_facts(validation).items()}
+    return facts
+
+
+def samples_of(source: Source, validation: Source | None = None) -> dict[str, list[float | str]]:
+    """Return samples of the data that a rank compares with the others before it starts, by name.
+
+    Without those of streams, which are compared batch by batch, while they are read.
+    """
+    samples = source.sample() if isinstance(source, KnownSource) else {}
+    if validation is not None:
+        samples |= {f"validation {name}": one for name, one in samples_of(validation).items()}
+    return samples
 
 
 def keras_file(filepath: str | Path, what: str) -> Path:

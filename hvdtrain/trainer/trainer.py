@@ -20,7 +20,7 @@ import keras
 
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.consistency import require_alike, require_equal
-from hvdtrain.data import KnownSource, Source
+from hvdtrain.data import Source
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras.learning_rate import require_settable
@@ -43,12 +43,14 @@ from hvdtrain.trainer.setup import (
     build_model,
     check_epochs,
     check_fixed_batch,
+    check_split,
     compile_model,
     compiled_as,
     keras_file,
     one_or_all,
     refuse_batch_size,
     require_labels,
+    samples_of,
     source_facts,
     split_arrays,
     symbolic_data,
@@ -263,8 +265,7 @@ class Trainer:
         check_epochs(epochs, initial_epoch, validation_freq)
         callbacks = as_callbacks(callbacks)
         if validation_split:
-            if validation_data is not None:
-                raise UsageError("Pass validation_data or validation_split, not both")
+            check_split(validation_data, sharded)
             (x, y, sample_weight), validation_data = split_arrays(
                 x, y, sample_weight, validation_split
             )
@@ -293,10 +294,8 @@ class Trainer:
         plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, shown)
         facts = {"epochs": epochs, "callbacks": [type(c).__name__ for c in callbacks]}
         facts["run_dir is given"] = self._run_dir is not None
-        if validation is not None:
-            facts |= {f"validation {key}": value for key, value in source_facts(validation).items()}
         with in_job(self.rank, self._saved):
-            return self._prepare(train, "training", facts).fit(plan)
+            return self._prepare(train, "training", facts, validation).fit(plan)
 
     @without_library_frames
     def evaluate(
@@ -452,21 +451,23 @@ class Trainer:
             training=training,
         )
 
-    def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
+    def _agree(
+        self, source: Source, facts: dict[str, Any], what: str, validation: Source | None = None
+    ) -> None:
         """Compare what the ranks are about to do, before a collective could wait for a rank that does not come."""
         if keeps_rows(self.model):
             inputs = self.strategy.inputs(self.model)
             check_fixed_batch(inputs, source, self.global_batch_size, self.strategy.workers)
-        require_equal(source_facts(source) | self._config | facts, what)
-        if isinstance(source, KnownSource):
-            # Streams are compared batch by batch, while they are read.
-            require_alike(source.sample(), what)
+        require_equal(source_facts(source, validation) | self._config | facts, what)
+        require_alike(samples_of(source, validation), what)
 
-    def _prepare(self, source: Source, what: str, facts: dict[str, Any]) -> Loop:
+    def _prepare(
+        self, source: Source, what: str, facts: dict[str, Any], validation: Source | None = None
+    ) -> Loop:
         """Compare model and data over the ranks, build the model's variables if needed, and return the loop."""
         compiled = compiled_as(self.model)
         anew = self._trained is not None and compiled.trains_otherwise(self._trained, what)
-        self._agree(source, facts | {"the model is compiled anew": anew}, what)
+        self._agree(source, facts | {"the model is compiled anew": anew}, what, validation)
         if self.steps is not None:
             if anew:
                 raise UsageError(

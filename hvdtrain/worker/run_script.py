@@ -82,11 +82,19 @@ def main() -> None:
         _become(words)
     _prepare_output()
     sys.argv, script = words, words[0]
-    folder = str(Path.cwd() if kind == MODULE else Path(script).resolve().parent)
+    try:
+        folder = str(Path.cwd() if kind == MODULE else Path(script).resolve().parent)
+    except OSError as error:
+        _fail(
+            EXIT_USAGE,
+            False,
+            f"{script}: the working folder cannot be used: {error.strerror} (on this rank's host)",
+        )
     # Python puts the working folder there, and with -P nothing.
     sys.path[: 0 if sys.flags.safe_path else 1] = [] if main_module.is_path_safe() else [folder]
     if kind != MODULE and not Path(script).is_file():
-        _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
+        place = os.environ.get(START_FOLDER, folder)
+        _fail(EXIT_USAGE, False, f"no such script: {script} (in {place}, on this rank's host)")
     watching = missing_allreduce.watch()
     on_import(TENSORFLOW_FIRST, phases.HOOKS, *([watching.hooks] if watching else []))
     try:

@@ -57,6 +57,7 @@ DISAGREEMENTS = {
     "optimizer": 'optimizer is "SGD" on rank 0 and "Adam" on rank 1',
     "epochs": "epochs is 3 on rank 0 and 2 on rank 1",
     "validation": "validation",
+    "validation content": "different values for validation x",
     "callbacks": "callbacks is [] on rank 0",
     "evaluate": "the number of examples is 20 on rank 0 and 21 on rank 1",
     "predict": "the number of examples is 20 on rank 0 and 21 on rank 1",

@@ -194,6 +194,7 @@ def test_weights_of_some_outputs() -> None:
         (lambda t: t.fit(X, Y, callbacks=[kc.History]), r"pass an object, History\(\.\.\.\), not"),
         (lambda t: t.evaluate(X, Y, callbacks=print), "expected a keras.callbacks.Callback, not"),
         (lambda t: t.fit(X, Y, validation_split="0.1"), "validation_split is '0.1'"),
+        (lambda t: t.fit(X, Y, validation_split=0.5, sharded=True), "pass validation_data, the"),
         (lambda t: t.fit(X), "has no labels"),
         (lambda t: t.evaluate(X), "has no labels"),
         (lambda t: t.fit(X, Y, validation_data=X), "has no labels"),

@@ -212,6 +212,17 @@ def test_a_table_of_another_program_is_kept(tmp_path: Path) -> None:
     assert path.read_text().split() == ["step,loss,epoch", "1,2,", ",1,2"]
 
 
+def test_a_damaged_table_ends_no_training(tmp_path: Path) -> None:
+    """Lines of earlier epochs stay, whatever is between them."""
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(b"epoch,loss\n1,0.5\n\xff\xfe\x00\n2,0.25\xff\n")
+    EpochTable(path, lambda: None).append([{"epoch": 3, "loss": 1}], ["epoch", "loss"])
+    assert path.read_bytes().split() == [b"epoch,loss", b"1,0.5", b"2,0.25\xff", b"3,1"]
+    path.write_text(f"epoch,loss\n1,{'9' * 200_000}\n")
+    with pytest.warns(UserWarning, match="field larger than field limit"):
+        EpochTable(path, lambda: None).append([{"epoch": 2, "loss": 1}], ["epoch", "loss"])
+
+
 def test_lines_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -41,6 +41,33 @@ def test_the_script_is_main(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("script", [["train.py"], ["-m", "package"]])
+def test_a_working_folder_that_was_removed(tmp_path: Path, script: list[str]) -> None:
+    (tmp_path / "gone").mkdir()
+    command = [
+        "sh",
+        "-c",
+        'rmdir "$PWD"; exec "$@"',
+        "sh",
+        sys.executable,
+        "-P",
+        "-m",
+        "hvdtrain.worker",
+    ]
+    result = subprocess.run(
+        [*command, *script],
+        cwd=tmp_path / "gone",
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stderr.strip() == (
+        f"{script[-1]}: the working folder cannot be used: No such file or directory (on this rank's host)"
+    )
+
+
 def test_a_safe_path_has_no_folder_of_the_script(tmp_path: Path) -> None:
     """As `python sub/train.py` has none."""
     script = "import sys\nprint([path for path in sys.path if path.endswith('sub')])\n"

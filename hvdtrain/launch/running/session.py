@@ -240,6 +240,7 @@ class _ShownRun:
     monitor: RankMonitor | None
     hung: str = ""
     looked: float = float("-inf")
+    written: float = float("-inf")
     orders: bytes = b""
 
     def take_output(self, stream: Stream, data: bytes) -> None:
@@ -264,11 +265,12 @@ class _ShownRun:
 
     def _hear(self, statuses: list[RankStatus]) -> None:
         self.watchdog.hear(statuses)
-        if time.time() - self.status.updated >= WRITE_SECONDS:
+        if time.monotonic() - self.written >= WRITE_SECONDS:
             self.write_status()
 
     def write_status(self) -> None:
         """Write the status file for `hvdtrain ps`."""
+        self.written = time.monotonic()
         self.status = self.status.with_ranks(list(self.watchdog.statuses.values()))
         self.status.write(self.output.log_dir)
 

@@ -29,6 +29,7 @@ from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.start.parts.agents import Agents, News, SshSettings, agent_argv, greet
 from hvdtrain.start.parts.horovod_patches import network
 from hvdtrain.start.parts.host_agent import Greeting, own_report
+from hvdtrain.start.parts.news_pipe import NewsPipe
 from hvdtrain.start.parts.rendezvous import say
 
 AGAIN_SECONDS = 30.0
@@ -56,9 +57,10 @@ class ElasticAgents(Agents):
         self.launch_id = launch_id
         self.reach = reach
         self.orders, self._orders = os.pipe()
-        self._told, self._telling = os.pipe()
-        for descriptor in (self._told, self._telling):
+        self._told, telling = os.pipe()
+        for descriptor in (self._told, telling):
             os.set_blocking(descriptor, False)
+        self._telling = NewsPipe(telling)
         self._split = Lines(longest=_LONGEST_NEWS)
 
     def order(self, host: str, **order: Any) -> None:
@@ -79,9 +81,8 @@ class ElasticAgents(Agents):
                         yield host, news
 
     def tell(self, host: str, news: Mapping[str, Any]) -> None:
-        """Send news from the launcher's process. What does not fit is dropped; the next look reports it again."""
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._telling, json.dumps([host, news]).encode() + b"\n")
+        """Send news from the launcher's process."""
+        self._telling.send([host, news], once=bool(news.keys() & {"without", "left"}))
 
 
 class ElasticHosts:

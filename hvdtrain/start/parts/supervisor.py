@@ -30,6 +30,7 @@ from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
 from hvdtrain.launch.ssh_errors import SSH_FAILED
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
+from hvdtrain.start.parts.news_pipe import NewsPipe
 from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankWatch
 
 TICK_SECONDS = 0.5
@@ -96,11 +97,11 @@ class _AllRanks:
         self._elsewhere: dict[str, list[RankStatus]] = {}
         self._unanswered: set[str] = set()
         self._leaving: set[str] = set()
-        self._pipe = _pipe(STATUS_PIPE)
+        self._news = NewsPipe(_pipe(STATUS_PIPE))
         self._orders, self._lines = _pipe(CONTROL_PIPE), Lines()
         self._beaten = float("-inf")
         for host in agents.hosts:
-            self._tell(host=host, stopped=[])
+            self._news.send({"host": host, "stopped": []})
 
     def warn(self) -> None:
         self._here.warn()
@@ -138,16 +139,17 @@ class _AllRanks:
         for host, news in self._agents.news(0):
             if news.get("without"):
                 self._elsewhere.pop(host, None)
-                self._tell(without=host)
+                self._news.send({"without": host}, once=True)
                 continue
             with suppress(KeyError, TypeError):
                 self._elsewhere[host] = from_json(news["ranks"], host)
                 self._tell_of(self._elsewhere[host])
-                self._tell(host=host, stopped=news["stopped"])
+                self._news.send({"host": host, "stopped": news["stopped"]})
             if "answer" in news:
                 self._unanswered.discard(host)
             if news.get("left"):
-                self._tell(left=f"{', '.join(news['left'])} on host {host}")
+                left = f"{', '.join(news['left'])} on host {host}"
+                self._news.send({"left": left}, once=True)
             if news.get("leaving"):
                 self._leaving.add(host)
             else:
@@ -155,7 +157,7 @@ class _AllRanks:
         for statuses in self._here.tick():
             self._tell_of(statuses)
             if names := self._here.end_left_behind():
-                self._tell(left=", ".join(names))
+                self._news.send({"left": ", ".join(names)}, once=True)
 
     def _obey(self) -> None:
         """End the ranks that `hvdtrain run` asks to end."""
@@ -184,18 +186,9 @@ class _AllRanks:
             self.tick()
 
     def _tell_of(self, statuses: list[RankStatus]) -> None:
-        """Report each rank in a line of its own, short enough for the pipe to take it whole or not at all."""
+        """Report each rank in a line of its own."""
         for one in statuses:
-            self._tell(ranks=as_json([one]))
-
-    def _tell(self, **news: object) -> None:
-        try:
-            if self._pipe is not None:
-                os.write(self._pipe, json.dumps(news).encode() + b"\n")
-        except BlockingIOError:
-            pass  # The reader is blocked; the next look reports the same again.
-        except OSError:
-            self._pipe = None  # It has no reader any more.
+            self._news.send({"ranks": as_json([one])})
 
 
 @dataclass

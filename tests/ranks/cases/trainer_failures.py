@@ -113,6 +113,9 @@ def case_disagreements() -> dict[str, str]:
         "optimizer": message(lambda: fit(trainer(optimizer="adam" if LAST else "sgd"))),
         "epochs": message(lambda: fit(trainer(), epochs=2 if LAST else 3)),
         "validation": message(lambda: fit(trainer(), **(other if LAST else {}))),
+        "validation content": message(
+            lambda: fit(trainer(), validation_data=(X[:: -1 if LAST else 1], Y))
+        ),
         "callbacks": message(lambda: fit(trainer(), callbacks=[checked] if LAST else [])),
         "evaluate": message(lambda: trainer().evaluate(X[: 20 + RANK], Y[: 20 + RANK])),
         "predict": message(lambda: trainer().predict(X[: 20 + RANK])),
