@@ -410,7 +410,8 @@ def reduce_sparse(
     """
     with on_device(reduction.device_sparse):
         step = current_step()
-        once = None if step is None else id(tf_variable(variable)) in step.once
+        known = None if step is None else step.once
+        once = None if known is None else id(tf_variable(variable)) in known
         total = sum_slices(slices, reduction.process_set, name, once)
     return scaled(total, _factor_of_sum(reduction))
 

@@ -10,13 +10,14 @@ the values). If positions are looked up for each example, they make as many slic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import Communicator, Max
+from hvdtrain.collectives.communicator import Communicator, Max, Min
+from hvdtrain.keras_internals.corrections import outside_clusters
 
 Run: TypeAlias = tuple[int, int]
 """Consecutive indices: the first one, and their number."""
@@ -38,33 +39,85 @@ def sum_slices(
         once: Whether the number of slices is independent of the batch size; None: determine it from the graph.
     """
     if tf.executing_eagerly():
-        gathered = _behind_each_other(slices, ranks, name)
-        return _by_index(gathered) if _are_positions(gathered.indices, ranks) else gathered
-    proven = bool(once)
-    if once is None:
-        graph = tf.compat.v1.get_default_graph()  # The indices may be an eager constant.
-        once = _any_batch(graph) and slices.indices.shape.is_fully_defined()
-    if not once or follows_data(slices.indices):
+        joined = _behind_each_other(slices, ranks, name)
+        if not _are_positions(joined.indices, ranks):
+            return joined
+        values = tf.reshape(joined.values, [ranks.size(), *slices.values.shape])
+        return tf.IndexedSlices(tf.reduce_sum(values, 0), slices.indices, slices.dense_shape)
+    if once is False or follows_data(slices.indices):
         return _behind_each_other(slices, ranks, name)
-    # Otherwise constant indices may be others on each rank: a row for each of several data sets, for example.
-    if proven and slices.values.shape.is_fully_defined():
+    if once and slices.values.shape.is_fully_defined():
         total = ranks.allreduce(slices.values, f"{name}_values")
         return tf.IndexedSlices(total, slices.indices, slices.dense_shape)
-    return _by_index(_behind_each_other(slices, ranks, name))
+    with outside_clusters():
+        return _by_place(slices, ranks, name, once or _are_made_once(slices.indices))
 
 
-def _any_batch(graph: Any) -> bool:
-    """Whether a graph takes batches of any size: a tensor of known size in it then does not grow with the batch.
+def _by_place(
+    slices: tf.IndexedSlices, ranks: Communicator, name: str, once: bool | tf.Tensor
+) -> tf.IndexedSlices:
+    """Add up the first slices of all ranks, the second ones and so on, if they are made once for a batch.
+
+    Otherwise join them, also if the indices differ between ranks (constants: a row for each of several data sets). The
+    ranks decide it together: their graphs may differ, for instance in a last batch of another size.
+    """
+    joined = _behind_each_other(slices, ranks, name)
+    count, total = tf.size(slices.indices), tf.size(joined.indices)
+    own = tf.range(total) % tf.maximum(count, 1)
+    # With one index more, as there may be none.
+    mine = tf.gather(tf.pad(slices.indices, [[0, 1]]), own)
+    alike = tf.logical_and(once, tf.reduce_all(joined.indices == mine))
+    facts = tf.stack([tf.cast(alike, tf.int32), count, -count])
+    agreed = ranks.allreduce(facts, f"{name}_once", Min)
+    together = tf.logical_and(agreed[0] > 0, agreed[1] == -agreed[2])
+    places = tf.where(together, own, tf.range(total))
+    length = tf.where(together, count, total)
+    return tf.IndexedSlices(
+        tf.math.unsorted_segment_sum(joined.values, places, length),
+        tf.math.unsorted_segment_max(joined.indices, places, length),
+        slices.dense_shape,
+    )
+
+
+def _are_made_once(indices: tf.Tensor) -> bool | tf.Tensor:
+    """Whether indices that do not follow the data are looked up once for a batch, in place of once for each example.
+
+    In a graph for batches of any size their number tells. Otherwise, indices for each example are the same ones as
+    often as there are examples; with one example, both are the same, and the former is more usual.
+    """
+    batches = list(
+        _batches(tf.compat.v1.get_default_graph())
+    )  # The indices may be an eager constant.
+    if any(one.shape[0] is None for one in batches):
+        if indices.shape.is_fully_defined():
+            return True
+        if all(one.shape[1:].is_fully_defined() for one in batches):
+            return False
+    sizes = {one.shape[0] or id(one): one for one in batches}.values()
+    repeated = [_is_repeated(indices, one.shape[0] or tf.shape(one)[0]) for one in sizes]
+    return tf.logical_not(tf.reduce_any(repeated)) if repeated else True
+
+
+def _is_repeated(indices: tf.Tensor, times: Any) -> tf.Tensor:
+    """Whether `indices` are a part of them, two `times` or more often."""
+    count = tf.size(indices)
+    part = tf.maximum(count // tf.maximum(times, 1), 1)
+    same = tf.reduce_all(indices == tf.gather(indices, tf.range(count) % part))
+    return tf.reduce_all([times >= 2, count % tf.maximum(times, 1) == 0, same])
+
+
+def _batches(graph: Any) -> Iterator[tf.Tensor]:
+    """Yield what a graph takes as data: arguments of one dimension or more, and what it reads from iterators.
 
     Branches of tf.cond, in which loss scaling applies gradients, only have captures: the batch is an argument outside.
     """
     while graph is not None:
         captured = {id(inside) for _, inside in getattr(graph, "captures", ())}
-        arguments = [one for one in getattr(graph, "inputs", ()) if id(one) not in captured]
-        if any(one.shape.rank and one.shape[0] is None for one in arguments):
-            return True
+        found = [one for one in getattr(graph, "inputs", ()) if id(one) not in captured]
+        for operation in graph.get_operations():
+            found += operation.outputs if operation.type.startswith("Iterator") else ()
+        yield from (one for one in found if one.shape.rank and one.dtype != tf.resource)
         graph = getattr(graph, "outer_graph", None)
-    return False
 
 
 def follows_data(tensor: tf.Tensor) -> bool:
@@ -145,13 +198,6 @@ def _behind_each_other(
 ) -> tf.IndexedSlices:
     values = ranks.allgather(slices.values, f"{name}_values")
     indices = ranks.allgather(slices.indices, f"{name}_indices")
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
-
-
-def _by_index(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Add up the slices of equal indices."""
-    indices, places = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 

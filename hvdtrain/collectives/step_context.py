@@ -32,7 +32,7 @@ class Step:
             loss scaling, comes before anything can overflow; otherwise the gradients are multiplied.
         loss_is_sum: Whether the model's compute_loss returns a sum over examples, not a mean.
         checked: Whether a probe has shown that the steps of the parts of a batch add up to that of the batch.
-        once: id() of the tf.Variables whose number of lookups is independent of the batch size.
+        once: id() of the tf.Variables whose number of lookups is independent of the batch size; None: not tested.
         half: id() of the tf.Variables whose gradients are computed in float16.
     """
 
@@ -41,7 +41,7 @@ class Step:
     share_in_loss: bool
     loss_is_sum: bool = False
     checked: bool = False
-    once: frozenset[int] = frozenset()
+    once: frozenset[int] | None = None
     half: frozenset[int] = frozenset()
 
     def weigh_loss(self, loss: Any) -> Any:

@@ -44,6 +44,7 @@ def assert_close(found: list[dict[str, float]], limit: float = EXACT) -> None:
         pytest.param("case_optimizers", marks=pytest.mark.slow),
         pytest.param("case_ways_of_running", marks=pytest.mark.slow),
         "case_accumulation",
+        "case_positions",
         pytest.param("case_loss_scaling", marks=pytest.mark.slow),
     ],
 )

@@ -102,17 +102,68 @@ def per_example(_: Any, words: Any) -> Any:
     return ops.broadcast_to(ops.arange(3), ops.shape(words))
 
 
+PAIRS = np.array([[1, 2, 3], [0, 1, 2], [0, 0, 1]])
+"""Relative positions of three words: looked up once, and some of them several times."""
+
+
 def test_how_often_positions_are_looked_up() -> None:
     by_batch = BY_POSITION["range"]
-    # A graph for any batch shows it; of one for this batch alone it must be said.
-    assert slices_of_two(by_batch, None, None) == slices_of_two(by_batch, 4, True) == [3, 3]
-    assert (
-        slices_of_two(per_example, None, None) == slices_of_two(per_example, 4, False) == [24, 24]
-    )
-    assert slices_of_two(by_batch, 4, None) == [6, 6]
-    assert slices_of_two(by_batch, None, None, branch=True) == [3, 3]
-    assert slices_of_two(per_example, None, None, branch=True) == [24, 24]
-    assert slices_of_two(BY_DATA["words"], None, None) == [24, 24]
+    # A graph for any batch shows it; in one for this batch alone the indices do.
+    for rows in (None, 4):
+        assert slices_of_two(by_batch, rows, None) == [3, 3]
+        assert slices_of_two(lambda _, words: PAIRS, rows, None) == [9, 9]
+        assert slices_of_two(per_example, rows, None) == [24, 24]
+        assert slices_of_two(by_batch, rows, None, branch=True) == [3, 3]
+        assert slices_of_two(per_example, rows, None, branch=True) == [24, 24]
+        assert slices_of_two(BY_DATA["words"], rows, None) == [24, 24]
+    assert slices_of_two(by_batch, 4, True) == [3, 3]
+    assert slices_of_two(per_example, 4, False) == [24, 24]
+
+
+def of_one_process(choose: Callable[[Any, Any], Any], words: Any) -> tuple[list[int], Any]:
+    """The slices of plain TensorFlow for the whole batch: their indices and values."""
+    layer = Embedding(choose)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(words) * tf.cast(words, tf.float32)[..., tf.newaxis])
+    (slices,) = tape.gradient(loss, [layer.table.trainable_variables[0].value])
+    return slices.indices.numpy().tolist(), slices.values.numpy()
+
+
+@pytest.mark.parametrize("choose", [BY_POSITION["range of an unknown shape"], per_example])
+@pytest.mark.parametrize("read", [False, True], ids=["given", "read in the graph"])
+@pytest.mark.parametrize("shares", [(4, 4), (5, 3), (5, 4), (2, 1)])
+@pytest.mark.parametrize("known", [(True, True), (True, False), (False, False)])
+def test_positions_of_shares_and_graphs_of_any_kind(
+    choose: Any, read: bool, shares: tuple[int, int], known: tuple[bool, bool]
+) -> None:
+    """As one process has them, whether or not a rank's graph, or a part of it, knows the size of the batch."""
+    whole = tf.random.stateless_uniform([sum(shares), 3], [1, 2], 0, 9, tf.int32)
+    parts = tf.split(whole, shares)
+
+    def run(ranks: Communicator) -> tuple[list[int], Any]:
+        layer = Embedding(choose)
+        mine = parts[ranks.rank()]
+        shape = mine.shape if known[ranks.rank()] else tf.TensorShape([None, None])
+
+        def step(words: tf.Tensor) -> Any:
+            words = next(words) if read else words
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer(words) * tf.cast(words, tf.float32)[..., tf.newaxis])
+            (slices,) = tape.gradient(loss, [layer.table.trainable_variables[0].value])
+            total = sum_slices(slices, ranks, "test")
+            return total.indices, total.values
+
+        element = tf.TensorSpec(shape, tf.int32)
+        data = tf.data.Dataset.from_generator(lambda: iter([mine]), output_signature=element)
+        given = [] if read else [element]
+        function = tf.function(step, autograph=False, input_signature=given or None)
+        indices, values = function(iter(data) if read else mine)
+        return indices.numpy().tolist(), values.numpy()
+
+    indices, values = of_one_process(choose, whole)
+    for found in run_ranks(thread_ranks(2), run):
+        assert found[0] == indices
+        np.testing.assert_allclose(found[1], values, rtol=1e-6)  # sums in another order
 
 
 def test_constants_that_differ_between_ranks_are_no_positions() -> None:

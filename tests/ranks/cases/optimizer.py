@@ -12,9 +12,11 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from references import reference
 from results import Apart
 from small import (
     BATCH,
+    CLASSES,
     IMAGES,
     LABELS,
     LOCAL_BATCH,
@@ -94,6 +96,44 @@ def case_ways_of_running() -> dict[str, Apart]:
         "jit_compile": {"jit_compile": True},
     }
     return {name: apart(momentum, compiled=way) for name, way in ways.items()}
+
+
+class Positions(layers.Layer):
+    """Of words in a text, as on keras.io: looked up once for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = layers.Embedding(9, 3), layers.Embedding(5, 3)
+
+    def call(self, words: Any) -> Any:
+        return self.words(words) + self.places(keras.ops.arange(5))
+
+
+def case_positions() -> dict[str, Apart]:
+    """From arrays, in whole batches: a graph that knows their size. Then ranks whose last batches differ in size."""
+    words = np.random.default_rng(0).integers(0, 9, (BATCH * STEPS, 5))
+
+    def fit(optimizer: Any, x: Any, y: Any, batch: int, jit: bool = False) -> keras.Model:
+        keras.utils.set_random_seed(3)
+        flat = [layers.Flatten(), layers.Dense(CLASSES)]
+        model = keras.Sequential([keras.Input((5,)), Positions(), *flat])
+        model.compile(optimizer, crossentropy(), jit_compile=jit)
+        model.fit(x, y, batch, shuffle=False, verbose=0)
+        return model
+
+    found = {}
+    makes = {"Adam": lambda: Adam(1e-2), "clipnorm": lambda: momentum(clipnorm=0.1)}
+    for name, make in makes.items():
+        wanted = reference(
+            lambda make=make: {"weights": weights(fit(make(), words, LABELS, BATCH))}
+        )
+        for jit in (False, True):
+            mine = (own_part(words), own_part(LABELS), LOCAL_BATCH)
+            model = fit(hvd.DistributedOptimizer(make()), *mine, jit)
+            found[f"{name}, jit {jit}"] = wanted.apart(weights(model), "weights")
+    uneven = (own_part(words)[RANK > 0 :], own_part(LABELS)[RANK > 0 :], LOCAL_BATCH)
+    hvd.check_replicas(fit(hvd.DistributedOptimizer(Adam(1e-2)), *uneven))
+    return found
 
 
 def case_arguments() -> dict[str, Apart]:
