@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hvdtrain.rank_variables import rank_of
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -32,8 +34,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def beside(path: Path) -> Path:
-    """Return the temporary path for `path`, with the same suffix, from which Keras derives the format."""
-    return path.with_name(f".tmp.{path.name}")
+    """Return the temporary path for `path`, with the same suffix, from which Keras derives the format.
+
+    Ranks that write the same file, by a mistake in the script, have one each.
+    """
+    rank = rank_of(os.environ)
+    return path.with_name(f".tmp.{f'{rank}.' if rank else ''}{path.name}")
 
 
 def flush(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import Average, Sum
+from hvdtrain.collectives.communicator import Adasum, Average, Sum
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
 from hvdtrain.keras_internals.variables import tf_variable
@@ -42,6 +42,19 @@ def divide_accumulators(optimizers: Sequence[Any]) -> None:
         ranks, name = reduction.process_set, f"hvdtrain_accumulated_{number}"
         value = ranks.broadcast(variable.read_value(), ranks.ranks[0], name)
         variable.assign(divided_accumulators(value, reduction))
+
+
+def share_accumulators(optimizers: Sequence[Any]) -> None:
+    """Give all ranks the same accumulators, from which they make the same update as from their own. A collective.
+
+    So a file that one rank writes holds the gradients of all. Does nothing right after an update, nor with Adasum,
+    whose result depends on more than their sum.
+    """
+    for optimizer in optimizers:
+        inner = inner_of(optimizer)
+        steps = inner.gradient_accumulation_steps or 1
+        if int(inner._iterations) % steps and inner.hvdtrain_reducer.reduction.op != Adasum:
+            _combine([optimizer])
 
 
 @contextmanager

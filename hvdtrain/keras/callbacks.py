@@ -45,7 +45,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     The random seeds of layers are broadcast as well, and then made different on each rank (rank 0 keeps them). Moving
     statistics (BatchNormalization) are averaged over the ranks at the end of each epoch, before validation if the
-    number of steps is known. Variables that the first batch creates are broadcast after it.
+    number of steps is known. Variables that the first batch creates are broadcast after it: begin a Sequential model
+    with keras.Input, or build the model, so that the first step is that of one model.
 
     Args:
         root_rank: Rank whose variables are broadcast.

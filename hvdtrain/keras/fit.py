@@ -17,6 +17,7 @@ from keras import callbacks as kc
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import any_rank, require_equal
+from hvdtrain.collectives.gradient_accumulation import divide_accumulators, share_accumulators
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras.writers import (
@@ -56,7 +57,7 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
     callbacks = call.arguments.get("callbacks")
-    distributed = [optimizer for optimizer in optimizers_of(self) if is_distributed(optimizer)]
+    distributed = _distributed(self)
     if isinstance(callbacks, kc.CallbackList) or any(map(is_sharded, distributed)):
         return original(*call.args, **call.kwargs)
     given = keras.tree.flatten(callbacks or [])
@@ -68,10 +69,14 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
             restores = any(isinstance(c, kc.BackupAndRestore) for c in own)
             restored = _RestoreTogether(ranks, restores)
             writing = failing_together(given, own, ranks, _waited_for(given, ranks))
-            call.arguments["callbacks"] = [*writing, restored, *checks]
+            call.arguments["callbacks"] = [_ShareAccumulators(), *writing, restored, *checks]
     elif not trains_by_keras(self) and hvd.is_initialized() and hvd.size() > 1:
         call.arguments["callbacks"] = _until_the_first_step(given, self)
     return original(*call.args, **call.kwargs)
+
+
+def _distributed(model: keras.Model) -> list[Any]:
+    return [optimizer for optimizer in optimizers_of(model) if is_distributed(optimizer)]
 
 
 def _waited_for(
@@ -126,6 +131,13 @@ class _StopTogether(keras.callbacks.Callback):
         self.model.stop_training = any_rank(self.model.stop_training, "stop", self._ranks)
 
 
+class _ShareAccumulators(keras.callbacks.Callback):
+    """First callback: lets the files of an epoch, or of the model afterwards, hold the accumulated gradients of all."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        share_accumulators(_distributed(self.model))
+
+
 class _RestoreTogether(keras.callbacks.Callback):
     """Broadcasts what BackupAndRestore has restored on the first rank."""
 
@@ -147,6 +159,7 @@ class _RestoreTogether(keras.callbacks.Callback):
                 optimizer.build(self.model.trainable_variables)
             common = replicated_variables(self.model, local=local_variables(self.model))
             broadcast_variables(common, root, process_set=self._ranks)
+            divide_accumulators(_distributed(self.model))
             refresh_constants(self.model)
 
 

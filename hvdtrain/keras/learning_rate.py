@@ -172,8 +172,12 @@ def require_settable(optimizer: Any, what: str) -> None:
         what: What needs to set the rate, for the message.
 
     Raises:
-        UsageError: The learning rate is a schedule.
+        UsageError: The learning rate is a schedule, or there is no optimizer.
     """
+    if optimizer is None:
+        raise UsageError(
+            f"{what} sets the learning rate of the optimizer of compile, and there is none"
+        )
     if rate_variable(optimizer) is None:
         raise UsageError(
             f"{what} needs a learning rate that is a number; this optimizer has a schedule: "

@@ -18,6 +18,7 @@ from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.writers import failing_together
 from hvdtrain.keras_internals.file_writes import prepare_saving
+from hvdtrain.replaced_files import replacing
 from hvdtrain.trainer.callback_ranks import backups_kept
 
 KILLED = """
@@ -193,3 +194,17 @@ def test_a_log_that_cannot_be_begun_is_an_error_at_once() -> None:
         pytest.warns(UserWarning, match="the run will stop"),
     ):
         callbacks.on_train_begin()
+
+
+def test_ranks_that_write_one_file_have_a_temporary_one_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that forgets to ask for the rank: what is there in the end is whole."""
+    path = tmp_path / "model.keras"
+    with replacing(path) as first:
+        first.write_text("first")
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+        with replacing(path) as second:
+            second.write_text("second")
+    assert path.read_text() == "first"
+    assert [one.name for one in tmp_path.iterdir()] == ["model.keras"]

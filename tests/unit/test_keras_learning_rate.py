@@ -133,6 +133,12 @@ def test_wrong_arguments() -> None:
     with pytest.raises(UsageError, match="initial_lr"):
         schedule(None, 0.5)
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    without = keras.Sequential([keras.layers.Dense(1)])
+    without.compile(optimizer=None)
+    callback = schedule(0.1, 0.5)
+    callback.set_model(without)
+    with pytest.raises(UsageError, match="of compile, and there is none"):
+        callback.on_train_begin()
     with pytest.raises(UsageError, match="this optimizer has a schedule"):
         fit(model_of(keras.optimizers.SGD(decay)), schedule(0.1, 0.5))
     callback = schedule(0.1, 0.5, staircase=False)

@@ -12,6 +12,9 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from references import reference
+from results import Apart
+from small import weights
 
 import hvdtrain
 import hvdtrain.keras as hvd
@@ -282,6 +285,46 @@ def case_first_rank_first() -> dict[str, Any]:
     except (OSError, hvdtrain.EngineError) as error:
         said = f"{type(error).__name__}: {error}"
     return {"found": found, "said": said}
+
+
+def case_saved_while_gradients_wait() -> dict[str, Apart]:
+    """Four steps in an epoch, an update at every third: from a backup, and from a model that rank 0 saves."""
+    x = np.random.default_rng(0).normal(size=(16 * SIZE, 2)).astype("float32")
+    y, own = x.sum(axis=1, keepdims=True), slice(RANK, None, SIZE)
+
+    def fit(model: keras.Model, epochs: int, data: slice, batch: int, *callbacks: Any) -> None:
+        options: dict[str, Any] = {"shuffle": False, "verbose": 0, "callbacks": list(callbacks)}
+        model.fit(x[data], y[data], batch, epochs, **options)
+
+    def made(wrap: Any = lambda optimizer: optimizer) -> keras.Model:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.Adam(0.1, gradient_accumulation_steps=3)
+        model.compile(wrap(optimizer), "mse", jit_compile=False)
+        return model
+
+    def alone() -> dict[str, Any]:
+        model = made()
+        fit(model, 2, slice(None), 4 * SIZE)
+        return {"weights": weights(model)}
+
+    wanted = reference(alone)
+    folder = Path(hvd.broadcast_object(tempfile.mkdtemp()))
+    for epochs in (1, 2):
+        backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
+        resumed = made(hvd.DistributedOptimizer)
+        fit(resumed, epochs, own, 4, backup)
+    model = made(hvd.DistributedOptimizer)
+    fit(model, 1, own, 4)
+    if RANK == 0:
+        model.save(folder / "model.keras")
+    hvd.allreduce(0.0, name="saved")
+    loaded = hvd.load_model(folder / "model.keras")
+    fit(loaded, 1, own, 4)
+    return {
+        "backup": wanted.apart(weights(resumed), "weights"),
+        "loaded": wanted.apart(weights(loaded), "weights"),
+    }
 
 
 def case_a_slow_writer() -> dict[str, Any]:
