@@ -18,10 +18,12 @@ from hvdtrain.rank_variables import rank_of
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file to write, which then replaces `path`; remove it if writing fails.
 
+    Ranks that write the same file, by a mistake in the script, have a temporary one each.
+
     Raises:
         OSError: The file cannot be written, and the old one is still there.
     """
-    temporary = beside(path)
+    temporary = beside(path, rank_of(os.environ))
     try:
         yield temporary
         flush(temporary)
@@ -33,12 +35,8 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def beside(path: Path) -> Path:
-    """Return the temporary path for `path`, with the same suffix, from which Keras derives the format.
-
-    Ranks that write the same file, by a mistake in the script, have one each.
-    """
-    rank = rank_of(os.environ)
+def beside(path: Path, rank: int = 0) -> Path:
+    """Return a rank's temporary path for `path`, with the same suffix, from which Keras derives the format."""
     return path.with_name(f".tmp.{f'{rank}.' if rank else ''}{path.name}")
 
 

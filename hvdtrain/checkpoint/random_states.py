@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from hvdtrain import global_random
 from hvdtrain.keras_internals.variables import global_seed_variable, tf_variable
 
 
 def random_states() -> dict[str, Any]:
     """Return the states, in types that `encoding.encode` accepts."""
     seed = global_seed_variable(create=False)
-    version, numbers, gauss = random.getstate()
+    with global_random.IN_USE:
+        (version, numbers, gauss), numpy = global_random.states()
     return {
         "random": [version, np.array(numbers, np.uint32), gauss],
-        "numpy": np.random.get_state(),
+        "numpy": numpy,
         "keras": None if seed is None else tf_variable(seed).numpy(),
     }
 
@@ -28,5 +29,5 @@ def set_random_states(states: Mapping[str, Any]) -> None:
         tf_variable(global_seed_variable(create=True)).assign(states["keras"])
     # Last, as Keras may just have seeded a new global generator from Python's random numbers.
     version, numbers, gauss = states["random"]
-    random.setstate((version, tuple(map(int, numbers)), gauss))
-    np.random.set_state(states["numpy"])
+    with global_random.IN_USE:
+        global_random.set_states((version, tuple(map(int, numbers)), gauss), states["numpy"])

@@ -124,6 +124,10 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self.is_alone():
             return _times(tensor, prescale_factor * postscale_factor)
+        if tensor.dtype.is_complex and op in (Sum, Average):  # Horovod adds no complex numbers.
+            parts = tf.stack([tf.math.real(tensor), tf.math.imag(tensor)])
+            found = self.allreduce(parts, name, op, prescale_factor, postscale_factor)
+            return tf.complex(found[0], found[1])
         wire = to_reducible(tensor)
         found = self._allreduce(
             wire, in_this_graph(name, self), op, prescale_factor, postscale_factor

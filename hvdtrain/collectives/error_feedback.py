@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Average, Communicator
@@ -109,6 +110,8 @@ class Memory(ABC):
     ) -> tf.Tensor:
         """Return the gradients of all ranks, combined by `op` (Average or Sum), times `factor`. A collective."""
         whole = tf.reshape(tf.cast(gradient, tf.float32), [-1]) + self.error
+        # All nan, if any is: the part that is sent may leave it out.
+        whole = tf.where(tf.reduce_all(tf.math.is_finite(whole)), whole, np.nan)
         total, sent, shared = self._exchanged(whole, name, ranks, op)
         # on_nan may skip a step whose gradient is nan: keep it out of the error.
         fine = tf.reduce_all(tf.math.is_finite(total))

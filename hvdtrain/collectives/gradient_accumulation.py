@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -48,13 +49,21 @@ def share_accumulators(optimizers: Sequence[Any]) -> None:
     """Give all ranks the same accumulators, from which they make the same update as from their own. A collective.
 
     So a file that one rank writes holds the gradients of all. Does nothing right after an update, nor with Adasum,
-    whose result depends on more than their sum.
+    whose result depends on more than their sum. For gradients that are not weighted, as in model.fit.
     """
     for optimizer in optimizers:
         inner = inner_of(optimizer)
         steps = inner.gradient_accumulation_steps or 1
         if int(inner._iterations) % steps and inner.hvdtrain_reducer.reduction.op != Adasum:
-            _combine([optimizer])
+            for number, (variable, reduction) in enumerate(_waiting([optimizer])):
+                # A Trainer may have left it weighted.
+                plain = replace(reduction, weighted=False)
+                variable.assign(combined(variable, plain, str(number)))
+
+
+def common_accumulators(optimizers: Sequence[Any]) -> list[tf.Variable]:
+    """Return the accumulators of distributed optimizers, without those of local variables."""
+    return [variable for variable, _ in _waiting(optimizers)]
 
 
 @contextmanager

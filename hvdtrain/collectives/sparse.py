@@ -10,7 +10,7 @@ the values). If positions are looked up for each example, they make as many slic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -40,9 +40,13 @@ def sum_slices(
     """
     if tf.executing_eagerly():
         joined = _behind_each_other(slices, ranks, name)
-        if not _are_positions(joined.indices, ranks):
+        count = _run_of_all(joined.indices, ranks)
+        is_mine = int(
+            slices.indices.shape[0] == count
+        )  # [0, 1, 0] and [1] only look like two runs.
+        if not (count and ranks.allreduce(is_mine, f"{name}_count", Min)):
             return joined
-        values = tf.reshape(joined.values, [ranks.size(), *slices.values.shape])
+        values = tf.reshape(joined.values, [ranks.size(), count, *slices.values.shape[1:]])
         return tf.IndexedSlices(tf.reduce_sum(values, 0), slices.indices, slices.dense_shape)
     if once is False or follows_data(slices.indices):
         return _behind_each_other(slices, ranks, name)
@@ -85,9 +89,8 @@ def _are_made_once(indices: tf.Tensor) -> bool | tf.Tensor:
     In a graph for batches of any size their number tells. Otherwise, indices for each example are the same ones as
     often as there are examples; with one example, both are the same, and the former is more usual.
     """
-    batches = list(
-        _batches(tf.compat.v1.get_default_graph())
-    )  # The indices may be an eager constant.
+    # Not of the indices' graph: they may be an eager constant.
+    batches = _batches(tf.compat.v1.get_default_graph())
     if any(one.shape[0] is None for one in batches):
         if indices.shape.is_fully_defined():
             return True
@@ -106,18 +109,21 @@ def _is_repeated(indices: tf.Tensor, times: Any) -> tf.Tensor:
     return tf.reduce_all([times >= 2, count % tf.maximum(times, 1) == 0, same])
 
 
-def _batches(graph: Any) -> Iterator[tf.Tensor]:
-    """Yield what a graph takes as data: arguments of one dimension or more, and what it reads from iterators.
+def _batches(graph: Any) -> list[tf.Tensor]:
+    """Return what a graph takes as data: arguments of one dimension or more, and what it reads from iterators.
 
     Branches of tf.cond, in which loss scaling applies gradients, only have captures: the batch is an argument outside.
+    A function with arguments of its own must not capture what is outside: its trace serves other callers, too.
     """
-    while graph is not None:
+    found: list[tf.Tensor] = []
+    while graph is not None and not found:
         captured = {id(inside) for _, inside in getattr(graph, "captures", ())}
-        found = [one for one in getattr(graph, "inputs", ()) if id(one) not in captured]
+        given = [one for one in getattr(graph, "inputs", ()) if id(one) not in captured]
         for operation in graph.get_operations():
-            found += operation.outputs if operation.type.startswith("Iterator") else ()
-        yield from (one for one in found if one.shape.rank and one.dtype != tf.resource)
+            given += operation.outputs if operation.type.startswith("Iterator") else ()
+        found = [one for one in given if one.shape.rank and one.dtype != tf.resource]
         graph = getattr(graph, "outer_graph", None)
+    return found
 
 
 def follows_data(tensor: tf.Tensor) -> bool:
@@ -201,10 +207,13 @@ def _behind_each_other(
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def _are_positions(gathered: tf.Tensor, ranks: Communicator) -> bool:
-    """Whether all ranks have looked up the same run of indices, each index once: all that can be known eagerly."""
+def _run_of_all(gathered: tf.Tensor, ranks: Communicator) -> int:
+    """Return the length of the run of indices that all ranks seem to have looked up, each once; 0 if there is none.
+
+    It is all that can be known eagerly.
+    """
     count, rest = divmod(int(tf.size(gathered)), ranks.size())
     if rest or count < 2:
-        return False
+        return 0
     rows = tf.reshape(gathered, [ranks.size(), count]).numpy()
-    return bool((rows == rows[0]).all()) and index_range(rows[0]) is not None
+    return count if (rows == rows[0]).all() and index_range(rows[0]) is not None else 0

@@ -7,12 +7,10 @@ requests all of them, in order.
 """
 
 import itertools
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +22,7 @@ from hvdtrain.data.indexed import KnownSource, Order, Slot
 from hvdtrain.data.share import ReadOptions, Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
 from hvdtrain.errors import UsageError
+from hvdtrain.global_random import drawing_from
 
 
 def is_py_dataset(value: Any) -> bool:
@@ -73,17 +72,21 @@ class Items:
     def seeded_in_order(self, order: Sequence[int], seed: tuple[int, ...]) -> Iterator[Any]:
         """As `in_order`, with random numbers that depend on `seed` and the index, not on the items made before.
 
-        So ranks that make other items draw the same numbers for an item, and in on_epoch_end. With several threads this
-        holds for the first item only, which is then made alone: threads share Python's and NumPy's generators.
+        So ranks that make other items draw the same numbers for an item, and afterwards, in on_epoch_end. Only if the
+        first item draws any, and does so from Python's or NumPy's global generator. With several threads, which share
+        these, it holds for the first item only, by which the ranks are compared; it is then made alone.
         """
 
         def seeded(index: int) -> Any:
-            with _drawing_from(*seed, index):
+            with drawing_from(*seed, index):
                 return self[index]
 
+        with drawing_from(*seed, order[0]) as draws:
+            first, is_random = self[order[0]], draws()
+        yield first
         workers = self.dataset.workers
-        yield seeded(order[0])
-        yield from _ahead(seeded if workers <= 1 else self.__getitem__, order[1:], workers)
+        get = seeded if is_random and workers <= 1 else self.__getitem__
+        yield from _ahead(get, order[1:], workers)
 
     def skip(self, epochs: int) -> None:
         """Let the dataset change as over `epochs` epochs, without making an item."""
@@ -246,19 +249,6 @@ def py_dataset_source(dataset: Any, reading: ReadOptions) -> ItemSource | None:
         pass_length=(count - 1) * lengths[0] + lengths[-1],
         reading=reading,
     )
-
-
-@contextmanager
-def _drawing_from(*seed: int) -> Iterator[None]:
-    """Seed Python's and NumPy's global generators for this block; afterwards they continue as if it had not been."""
-    states = random.getstate(), np.random.get_state()
-    random.seed(str(seed))
-    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _ahead(get: Callable[[int], Any], order: Iterable[int], workers: int) -> Iterator[Any]:

@@ -37,7 +37,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.models import is_built, refresh_constants
+from hvdtrain.keras_internals.models import is_built, optimizers_of, refresh_constants
 from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.variables import (
     replicated_variables,
@@ -103,11 +103,11 @@ class KerasState(TensorFlowState):
 
     Args:
         model: A built model.
-        optimizer: Optimizer of the model. Default: the one that the model was compiled with.
+        optimizer: Optimizer of the model. Default: those of the model, of compile and in its attributes.
         kwargs: Further values, which become attributes of the state, of the types that `broadcast_object` accepts.
 
     Raises:
-        UsageError: The model is not built, has no optimizer, or has a sharded optimizer.
+        UsageError: The model or an optimizer is not built, it has no optimizer, or a sharded one.
     """
 
     def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
@@ -117,17 +117,26 @@ class KerasState(TensorFlowState):
                 "batch"
             )
         self.model = model
-        self.optimizer: Any = optimizer or getattr(model, "optimizer", None)
-        if self.optimizer is None:
+        optimizers = optimizers_of(model) if optimizer is None else [optimizer]
+        if not optimizers:
             raise UsageError("KerasState: compile the model or pass an optimizer")
-        if is_sharded(self.optimizer):
+        self.optimizer: Any = optimizers[0]
+        self._given = optimizer
+        if any(map(is_sharded, optimizers)):
             raise UsageError(
                 "KerasState: a sharded optimizer cannot continue with a different number of "
                 "workers: use DistributedOptimizer"
             )
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        super().__init__([*model.variables, *self.optimizer.variables], **kwargs)
+        for one in optimizers:
+            if not one.built:
+                raise UsageError(
+                    f"KerasState: build the optimizer {one.name!r}, which is an attribute of the model: "
+                    "optimizer.build(variables)"
+                )
+        state = [variable for one in optimizers for variable in one.variables]
+        super().__init__([*model.variables, *state], **kwargs)
 
     def reset(self) -> None:
         """Discard the traced steps, which contain the number of workers as a constant."""
@@ -135,7 +144,7 @@ class KerasState(TensorFlowState):
 
     def _broadcast(self) -> None:
         with_seeds = [
-            *replicated_variables(self.model, self.optimizer),
+            *replicated_variables(self.model, self._given),
             *seed_variables(self.model),
         ]
         broadcast_variables(with_seeds)
@@ -148,7 +157,7 @@ class TensorFlowKerasState(KerasState):
 
     Args:
         model: A built model.
-        optimizer: Optimizer of the model. Default: the one that the model was compiled with.
+        optimizer: As in KerasState.
         backend: For TensorFlow 1; not used.
         kwargs: Further values, which become attributes of the state, of the types that `broadcast_object` accepts.
 

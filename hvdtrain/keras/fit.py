@@ -16,8 +16,8 @@ import tensorflow as tf
 from keras import callbacks as kc
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.consistency import any_rank, require_equal
-from hvdtrain.collectives.gradient_accumulation import divide_accumulators, share_accumulators
+from hvdtrain.collectives.consistency import any_rank, require_alike, require_equal
+from hvdtrain.collectives.gradient_accumulation import common_accumulators, share_accumulators
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras.writers import (
@@ -28,14 +28,13 @@ from hvdtrain.keras.writers import (
     failing_together,
     on_this_rank,
 )
-from hvdtrain.keras_internals.adapted import adapted_facts
+from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import optimizers_of, refresh_constants, trains_by_keras
 from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 from hvdtrain.keras_internals.variables import (
-    forget_tapes,
     local_variables,
     replicated_variables,
     taped_variables,
@@ -71,7 +70,7 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
             writing = failing_together(given, own, ranks, _waited_for(given, ranks))
             call.arguments["callbacks"] = [_ShareAccumulators(), *writing, restored, *checks]
     elif not trains_by_keras(self) and hvd.is_initialized() and hvd.size() > 1:
-        call.arguments["callbacks"] = _until_the_first_step(given, self)
+        call.arguments["callbacks"] = _until_the_first_step(given)
     return original(*call.args, **call.kwargs)
 
 
@@ -111,6 +110,7 @@ def _agree(
     together = [type(c).__name__ for c in callbacks if getattr(c, "hvdtrain_on_all_ranks", False)]
     facts["what must be among the callbacks of every rank"] = sorted(together)
     require_equal(facts | adapted_facts(model), "fit", "callbacks", ranks)
+    require_alike(adapted_numbers(model), "fit", ranks)
     stops = any(isinstance(c, kc.TerminateOnNaN) for c in callbacks)
     # BroadcastGlobalVariablesCallback checks the replicas, unless its guard is off.
     guarded = any(isinstance(c, BroadcastGlobalVariablesCallback) for c in callbacks)
@@ -158,8 +158,8 @@ class _RestoreTogether(keras.callbacks.Callback):
             if optimizer is not None and not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             common = replicated_variables(self.model, local=local_variables(self.model))
-            broadcast_variables(common, root, process_set=self._ranks)
-            divide_accumulators(_distributed(self.model))
+            waiting = common_accumulators(_distributed(self.model))
+            broadcast_variables([*common, *waiting], root, process_set=self._ranks)
             refresh_constants(self.model)
 
 
@@ -180,14 +180,12 @@ class _CompareReplicas(keras.callbacks.Callback):
 
 
 def _until_the_first_step(
-    callbacks: Sequence[keras.callbacks.Callback], model: keras.Model
+    callbacks: Sequence[keras.callbacks.Callback],
 ) -> list[keras.callbacks.Callback]:
     """Return callbacks for a model with a train_step of its own, which may use a DistributedGradientTape.
 
     Whether it does is known after the first step. Until then the loggers wait, which would create their files.
     """
-    if model.train_function is None:  # Otherwise the step will not be traced again.
-        forget_tapes(model)
     own = [_Waiting(c) if isinstance(c, WRITERS) else c for c in callbacks]
     last = _Last()
     waiting = [c for c in own if isinstance(c, _Waiting)]
@@ -204,8 +202,12 @@ class _Waiting(Writer):
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__(callback)
-        is_logger = isinstance(callback, LOGGERS)
-        self.missed: list[Callable[[], None]] | None = [] if is_logger else None
+        # A TensorBoard that writes each batch must be there when the step is traced. It has a file of its own.
+        waits = isinstance(callback, LOGGERS) and getattr(callback, "update_freq", "") in (
+            "",
+            "epoch",
+        )
+        self.missed: list[Callable[[], None]] | None = [] if waits else None
         self.fails_together = False
 
     def go_on(

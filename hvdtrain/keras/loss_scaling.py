@@ -62,7 +62,9 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
         return reducer.agreed(original(self, grads), "finite")
     variables = reducer.pending
     if reducer.early:
-        return original(self, _in_half(grads, variables, step))
+        finite = original(self, _in_half(grads, variables, step))
+        # The gradients of local variables are this rank's own.
+        return reducer.agreed(finite, "finite") if reducer.local_variables else finite
 
     def tested() -> Any:
         sums = _in_half(inner.summed(grads, variables), variables, step)

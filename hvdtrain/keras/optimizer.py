@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -30,7 +30,8 @@ from hvdtrain.collectives.step_context import current_step
 from hvdtrain.errors import EngineError, UsageError, require_integer
 from hvdtrain.keras.fit import prepare_fit
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
-from hvdtrain.keras_internals.corrections import prepare_keras
+from hvdtrain.keras_internals.corrections import correct, prepare_keras
+from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import (
     AppliesByKeras,
     inner_of,
@@ -245,6 +246,7 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
         EngineError: See `require_plain`.
     """
     inner = require_plain(optimizer)
+    correct(keras.Model, "__reduce__", _reduce_model)
     prepare_keras()
     correct_loss_scaling()
     prepare_fit()
@@ -254,6 +256,22 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     if inner.built:
         inner.hvdtrain_reducer.build(inner._trainable_variables)
     return optimizer
+
+
+def _reduce_model(original: Callable[..., Any], self: keras.Model) -> tuple[Any, ...]:
+    """Let copies of a compiled model be distributed, too: Keras makes them from a file, which names plain classes."""
+    found = original(self)
+    optimizer = getattr(self, "optimizer", None)
+    if optimizer is None or not is_distributed(optimizer) or is_sharded(optimizer):
+        return found
+    return _distributed_model, (found, inner_of(optimizer).hvdtrain_reduction)
+
+
+def _distributed_model(plain: tuple[Any, Any], reduction: Reduction) -> keras.Model:
+    make, arguments = plain
+    model: keras.Model = make(*arguments)
+    distribute(model.optimizer, reduction)
+    return model
 
 
 def undistribute(optimizer: Any) -> None:

@@ -12,6 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+SAMPLED = 16
+"""Maximum number of numbers of each kind by which ranks check that they have learnt the same."""
+
 
 @dataclass(frozen=True)
 class Adapted:
@@ -19,21 +22,26 @@ class Adapted:
 
     Attributes:
         what: Its kind and its layer, such as "vocabulary 0 (string_lookup)".
-        size: Number of values.
-        digest: First 8 bytes of the SHA-256 of the values.
+        size: Number of tokens or boundaries, or of elements of the mean.
+        digest: First 8 bytes of the SHA-256 of the tokens and their indices.
+        numbers: Samples of what was computed from the data, which machines may round differently.
     """
 
     what: str
     size: int
     digest: bytes
-
-    def __str__(self) -> str:
-        return f"{self.size} values (SHA-256 {self.digest.hex()}...)"
+    numbers: list[float]
 
 
 def adapted_facts(model: keras.Model) -> dict[str, str]:
-    """Return `adapted_states` as facts that must be the same on every rank; see `require_equal`."""
-    return {one.what: str(one) for one in adapted_states(model)}
+    """Return `adapted_states` without the numbers, as facts for `require_equal`."""
+    states = adapted_states(model)
+    return {one.what: f"{one.size} values (SHA-256 {one.digest.hex()}...)" for one in states}
+
+
+def adapted_numbers(model: keras.Model) -> dict[str, list[float | str]]:
+    """Return the numbers of `adapted_states`, for `require_alike`."""
+    return {one.what: [*one.numbers] for one in adapted_states(model) if one.numbers}
 
 
 def adapted_states(model: keras.Model) -> list[Adapted]:
@@ -42,37 +50,41 @@ def adapted_states(model: keras.Model) -> list[Adapted]:
     for layer in model._flatten_layers():
         # Without the number that Keras appends: a rank may have made another model before this one.
         name = re.sub(r"_\d+$", "", layer.name)
-        for kind, values in _values(layer):
-            content = b"".join(_content(one) for one in values)
-            digest = hashlib.sha256(content).digest()[:8]
-            found.append(Adapted(f"{kind} {len(found)} ({name})", len(values[0]), digest))
+        for kind, exact, numbers in _values(layer):
+            digest = hashlib.sha256(b"".join(map(_content, exact))).digest()[:8]
+            size = len((exact or numbers)[0])
+            sampled = [float(number) for one in numbers for number in _sample(one)]
+            found.append(Adapted(f"{kind} {len(found)} ({name})", size, digest, sampled))
     return found
 
 
-def _values(layer: Any) -> Iterator[tuple[str, list[np.ndarray]]]:
+def _values(layer: Any) -> Iterator[tuple[str, list[np.ndarray], list[np.ndarray]]]:
+    """Yield kind, tokens and their indices, and numbers."""
     if isinstance(layer, (keras.layers.StringLookup, keras.layers.IntegerLookup)):
-        yield "vocabulary", list(_vocabulary(layer))
+        weights = getattr(layer, "idf_weights", None)
+        numbers = [weights.numpy()] if isinstance(weights, tf.Variable) else []
+        yield "vocabulary", _vocabulary(layer), numbers
     elif isinstance(layer, keras.layers.Discretization):
         bounds = [] if layer.bin_boundaries is None else layer.bin_boundaries
-        yield "bin boundaries", [np.asarray(bounds, np.float64)]
+        yield "bin boundaries", [], [np.asarray(bounds, np.float64)]
     elif isinstance(layer, keras.layers.Normalization) and layer.input_mean is not None:
         given = [layer.input_mean, layer.input_variance]
-        yield "mean and variance", [np.ravel(np.asarray(one, np.float64)) for one in given]
+        yield "mean and variance", [], [np.ravel(np.asarray(one, np.float64)) for one in given]
 
 
-def _vocabulary(layer: Any) -> Iterator[np.ndarray]:
-    """Yield the tokens of a lookup layer in the order of their indices, the indices, and any tf-idf weights."""
+def _vocabulary(layer: Any) -> list[np.ndarray]:
+    """Return the tokens of a lookup layer in the order of their indices, and the indices."""
     if layer.lookup_table.size() == 0:  # Not adapted yet; such a table cannot be exported.
-        yield np.zeros(0)
-        return
+        return [np.zeros(0)]
     exported = [one.numpy() for one in layer.lookup_table.export()]
     indices, tokens = exported if layer.invert else reversed(exported)
     order = np.argsort(indices)
-    yield tokens[order]
-    yield indices[order]
-    weights = getattr(layer, "idf_weights", None)
-    if isinstance(weights, tf.Variable):
-        yield weights.numpy()
+    return [tokens[order], indices[order]]
+
+
+def _sample(numbers: np.ndarray) -> np.ndarray:
+    places = np.linspace(0, len(numbers) - 1, SAMPLED if len(numbers) else 0)
+    return numbers[np.unique(places.astype(int))]
 
 
 def _content(values: np.ndarray) -> bytes:

@@ -151,12 +151,6 @@ def mark_taped(sources: Iterable[Any], reducer: Any) -> None:
             variable.hvdtrain_tape_reducer = reducer
 
 
-def forget_tapes(model: keras.Model) -> None:
-    """Forget what `mark_taped` has noted on the variables of a model."""
-    for variable, _ in taped_variables(model):
-        del tf_variable(variable).hvdtrain_tape_reducer
-
-
 def taped_variables(model: keras.Model) -> list[tuple[Any, Any]]:
     """Return the trainable variables of a model whose gradients a DistributedGradientTape reduces, with its reducer."""
     marks = [

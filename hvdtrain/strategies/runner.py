@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from hvdtrain.collectives.consistency import require_equal
+from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.adapted import adapted_facts
+from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers
 from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.models import metric_names, symbolic_inputs
 from hvdtrain.keras_internals.variables import tf_variable
@@ -62,6 +62,7 @@ class Runner:
         }
         built |= adapted_facts(model)
         require_equal(built, what, "model")
+        require_alike(adapted_numbers(model), what)
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
         """Create the variables that `model` needs to predict from symbolic `inputs`."""

@@ -160,9 +160,8 @@ def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback], sync: Any)
     found = any(c.save_freq != "epoch" for c in callbacks if isinstance(c, kinds))
     if found and sync is not None:
         raise UsageError(
-            "sync: no rank holds the averaged model between rounds, so ModelCheckpoint and BackupAndRestore can "
-            "only save at the end of an epoch: leave save_freq out, or use "
-            "checkpoints=hvdtrain.Checkpoints(every_steps=...)"
+            "sync: no rank holds the averaged model between rounds, so callbacks can only save at the end of an epoch: "
+            "leave save_freq out, or use checkpoints=hvdtrain.Checkpoints(every_steps=...)"
         )
     return found
 

@@ -274,8 +274,11 @@ class Loop:
         if self.saved is not None:
             self.saved.seen = 0
         if skip:
-            read = not plan.train.agreed
-            seen = checksum_of(itertools.islice(shares, skip)) if read else None
+            seen = None if plan.train.agreed else checksum_of(itertools.islice(shares, skip))
+            first = list(itertools.islice(shares, 1))
+            if self.probe and first:  # Before the state is restored, which the probe may change.
+                self.strategy.probe(self.steps, first[0])
+            shares = itertools.chain(first, shares)
             # After on_epoch_begin: it ran for this epoch before the checkpoint, and may now have changed state again.
             self._restore()
             if self.saved is not None and seen is not None:

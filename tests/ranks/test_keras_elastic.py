@@ -136,7 +136,13 @@ def test_no_batch_is_trained_twice_after_a_failure_in_an_epoch() -> None:
 
 
 def test_save_and_restore() -> None:
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    class Own(keras.Sequential):
+        """With a train_step of its own, which may use other optimizers than that of compile."""
+
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    model = Own([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("adam", "mse", jit_compile=False)
     state = KerasState(model, batch=3)
     before = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
@@ -151,5 +157,13 @@ def test_save_and_restore() -> None:
     state.commit()  # Horovod itself sends something then.
     state.restore()
     assert state.batch == 7
+    model.d_optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    with pytest.raises(UsageError, match="build the optimizer '"):
+        KerasState(model)
+    model.d_optimizer.build(model.trainable_variables)
+    state = KerasState(model)
+    model.d_optimizer.iterations.assign(5)
+    state.restore()
+    assert int(model.d_optimizer.iterations) == 0
     with pytest.raises(UsageError, match="build the model first"):
         KerasState(keras.Sequential([keras.layers.Dense(1)]))

@@ -50,6 +50,7 @@ def test_in_fit(results: Results) -> None:
         assert "callback CSVLogger: " in found["no folder"] and "missing" in found["no folder"]
         own = [f"{epoch}.weights.h5" for epoch in range(1, rank + 2)]
         assert found["plain"] == [*own, "backup", f"board-{rank}", f"log-{rank}.csv"]
+        assert found["summaries"] == list(range(1, 2 * rank + 3))  # two steps in an epoch
     first, second = both
     assert first["shared kernel"] == second["shared kernel"]
     assert abs(first["own kernel of the ranks"] - second["own kernel of the ranks"]) > 1e-3

@@ -52,7 +52,7 @@ DISAGREEMENTS = {
     "model": "the model's variables",
     "layers": "the model's variables",
     "batch size": "global_batch_size is 8 on rank 0 and 4 on rank 1",
-    "statistics": 'mean and variance 0 (normalization) is "1 values',
+    "statistics": "different values for mean and variance 0 (normalization)",
     "learning rate": "learning_rate is 0.05",
     "optimizer": 'optimizer is "SGD" on rank 0 and "Adam" on rank 1',
     "epochs": "epochs is 3 on rank 0 and 2 on rank 1",

@@ -1,7 +1,9 @@
 """A PyDataset by item: the global batches of arrays, from few calls of __getitem__ on each rank."""
 
 import random
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from test_data_arrays import numbers, order, read, source
 from test_data_streams import Batches, OnRanks, assert_same, stream
 
+from hvdtrain import global_random
+from hvdtrain.checkpoint.random_states import random_states
 from hvdtrain.data import KnownSource
 from hvdtrain.errors import UsageError
 
@@ -137,6 +141,21 @@ def test_random_numbers_do_not_depend_on_the_number_of_ranks():
     for one, same in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one, same)
     assert left == left_of_two
+
+
+def test_a_checkpoint_holds_no_state_of_an_item():
+    """It is made by another thread than the items."""
+    before = random_states()
+    with ThreadPoolExecutor(1) as other:
+        with global_random.drawing_from(1, 2) as draws:
+            found = other.submit(random_states)
+            assert not draws()
+            random.random()
+            assert draws()
+            time.sleep(0.05)
+        for name in ("random", "numpy"):
+            for one, same in zip(found.result()[name], before[name], strict=True):
+                np.testing.assert_array_equal(one, same)
 
 
 class Uneven(keras.utils.PyDataset):

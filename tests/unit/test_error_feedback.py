@@ -113,18 +113,24 @@ def test_what_was_not_sent_is_remembered(compression: Any) -> None:
     np.testing.assert_allclose(errors - found[0][0].ravel(), sums, atol=1e-4)
 
 
-def test_a_gradient_of_nan_does_not_stay() -> None:
+@pytest.mark.parametrize("name", ["power_sgd", "top_k"])
+def test_a_gradient_of_nan_does_not_stay(name: str) -> None:
     hvdtrain.init()
     variable = keras.Variable(np.zeros((64, 64), "float32"))
-    optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(1.0), compression=hvd.Compression.power_sgd()
-    )
+    compression = {
+        "power_sgd": hvd.Compression.power_sgd(),
+        "top_k": hvd.Compression.top_k(0.1),
+    }[name]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=compression)
     optimizer.build([variable])
     (memory,) = optimizer.hvdtrain_reducer.memories.values()
     optimizer.apply([tf.ones([64, 64])], [variable])
-    before = [memory.error.numpy(), memory.shared[0].numpy()]
-    optimizer.apply([tf.fill([64, 64], float("nan"))], [variable])
-    assert np.array_equal(memory.error, before[0]) and np.array_equal(memory.shared[0], before[1])
+    before = [v.numpy() for v in (memory.error, *memory.shared)]
+    for place in (0, 64 * 64 - 1):  # top_k need not choose a nan.
+        nan = tf.tensor_scatter_nd_update(tf.ones([64 * 64]), [[place]], [float("nan")])
+        optimizer.apply([tf.reshape(nan, [64, 64])], [variable])
+        after = [v.numpy() for v in (memory.error, *memory.shared)]
+        assert all(map(np.array_equal, after, before))
 
 
 def test_a_checkpoint_has_it_and_a_file_for_plain_keras_has_not() -> None:

@@ -15,7 +15,7 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain import runtime
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.optimizers import is_distributed
+from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 
 pytestmark = pytest.mark.slow
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
@@ -199,3 +199,19 @@ def test_copies_reduce_as_well() -> None:
     assert is_distributed(twin)
     assert twin.hvdtrain_reducer.reduction == optimizer.hvdtrain_reducer.reduction
     assert state(twin) == state(optimizer)
+
+
+@pytest.mark.parametrize("name", ["adam", "loss scale"])
+def test_copies_of_a_model_reduce_as_well(name: str) -> None:
+    compression = hvd.Compression.fp16
+    model = trained(hvd.DistributedOptimizer(OPTIMIZERS[name](), compression=compression))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert is_distributed(twin.optimizer)
+        reduction = inner_of(twin.optimizer).hvdtrain_reducer.reduction
+        assert reduction.compression is hvd.Compression.fp16
+        assert reduction.process_set.is_global()
+        for one, same in zip(twin.get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, same)
+        train(twin)
+    plain = trained(OPTIMIZERS[name]())
+    assert not is_distributed(copy.deepcopy(plain).optimizer)

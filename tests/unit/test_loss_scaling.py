@@ -75,3 +75,24 @@ def test_ranks_skip_what_one_process_skips(wrap: Callable[..., Any], kwargs: Any
         if isinstance(found, Exception):
             raise found
         assert found == wanted
+
+
+def test_a_local_gradient_that_is_not_finite_is_skipped_by_all() -> None:
+    """With global_clipnorm, which the ranks compute together, one that skipped alone would leave the others waiting."""
+
+    def work(ranks: Communicator) -> list[list[float]]:
+        optimizer = distribute(scaled(global_clipnorm=1.0), Reduction(process_set=ranks))
+        shared, local = keras.Variable(np.ones(2, np.float32)), keras.Variable([1.0])
+        optimizer.build([shared, local])
+        optimizer.inner_optimizer.register_local_var(local)
+        found = []
+        with in_step(weighted(shared)):
+            for number in (1.0, np.inf, 2.0):
+                own = number if ranks.rank() == 0 else 1.0
+                optimizer.apply([tf.ones(2), tf.constant([own])], [shared, local])
+                found.append([float(optimizer.iterations.numpy()), *shared.numpy().tolist()])
+        return found
+
+    first, second = run_ranks(thread_ranks(2), work)
+    assert first == second
+    assert first[0][1:] == first[1][1:] != first[2][1:]

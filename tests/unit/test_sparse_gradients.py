@@ -166,6 +166,30 @@ def test_positions_of_shares_and_graphs_of_any_kind(
         np.testing.assert_allclose(found[1], values, rtol=1e-6)  # sums in another order
 
 
+def test_a_step_that_several_functions_call() -> None:
+    """It is traced once for texts of any length, within the first of them, and also called alone."""
+
+    def run(ranks: Communicator) -> list[int]:
+        layer = Embedding(BY_POSITION["range of an unknown shape"])
+
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([None, None], tf.int32)])
+        def step(words: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer(words))
+            (slices,) = tape.gradient(loss, [layer.table.trainable_variables[0].value])
+            return tf.size(sum_slices(slices, ranks, "test").indices)
+
+        signature = [tf.TensorSpec([None, None], tf.int32)]
+        first, second = (
+            tf.function(lambda words: step(words) + 0, autograph=False, input_signature=signature)
+            for _ in range(2)
+        )
+        words = tf.zeros([4, 3], tf.int32)
+        return [int(one(words)) for one in (first, second, step, first)]
+
+    assert run_ranks(thread_ranks(2), run) == [[3] * 4] * 2
+
+
 def test_constants_that_differ_between_ranks_are_no_positions() -> None:
     """A table with a row for each rank, for example: rank 0 has a gradient of 1 for row 0, rank 1 of 2 for row 1."""
 
@@ -188,7 +212,8 @@ def summed(indices: list[list[int]]) -> list[tuple[list[int], list[float]]]:
     def run(ranks: Communicator) -> tuple[list[int], list[float]]:
         mine = indices[ranks.rank()]
         values = tf.range(1.0, len(mine) + 1.0)[:, tf.newaxis]
-        total = sum_slices(tf.IndexedSlices(values, tf.constant(mine), [9, 1]), ranks, "test")
+        places = tf.constant(mine, tf.int32)
+        total = sum_slices(tf.IndexedSlices(values, places, [9, 1]), ranks, "test")
         return total.indices.numpy().tolist(), total.values.numpy().ravel().tolist()
 
     return run_ranks(thread_ranks(len(indices)), run)
@@ -200,6 +225,8 @@ def test_eager_slices() -> None:
     assert summed([[0, 2], [0, 2]]) == [([0, 2, 0, 2], [1.0, 2.0, 1.0, 2.0])] * 2
     assert summed([[0, 1], [1, 2]]) == [([0, 1, 1, 2], [1.0, 2.0, 1.0, 2.0])] * 2
     assert summed([[3], [3]]) == [([3, 3], [1.0, 1.0])] * 2
+    assert summed([[0, 1, 0], [1]]) == [([0, 1, 0, 1], [1.0, 2.0, 3.0, 1.0])] * 2
+    assert summed([[0, 1, 0, 1], []]) == [([0, 1, 0, 1], [1.0, 2.0, 3.0, 4.0])] * 2
     assert summed([[0, 1, 2], [0]]) == [([0, 1, 2, 0], [1.0, 2.0, 3.0, 1.0])] * 2
 
 

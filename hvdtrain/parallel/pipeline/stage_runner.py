@@ -19,13 +19,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.consistency import require_equal
+from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import as_value, merge_state
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.adapted import adapted_facts
+from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
 from hvdtrain.keras_internals.models import compile_like, metric_names
@@ -123,6 +123,7 @@ class StageRunner(Runner):
         }
         facts |= adapted_facts(self.stage.whole)
         require_equal(facts, what, "model")
+        require_alike(adapted_numbers(self.stage.whole), what)
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
         del model, inputs  # A stage's variables exist already.

@@ -311,7 +311,7 @@ class PipelineSteps:
 
     def _take_over(self, share: Share) -> None:
         """Copy to an idle rank the non-trainable state of a rank that holds the same stage."""
-        if share.global_examples < self._ranks.size():
+        if share.some_idle or share.global_examples < self._ranks.size():
             model = self._stage.model
             own = [*state_variables(model.metrics), *seed_variables(model)]
             take_over(without(model.non_trainable_variables, own), not share.examples, self._ranks)

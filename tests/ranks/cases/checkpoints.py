@@ -316,11 +316,26 @@ def ended_and_resumed(optimizer: str, every: int, ends: Sequence[int], **options
     return differences(train(run_dir, optimizer, every, **options), undisturbed)
 
 
+class Summing(keras.Model):
+    """A probe before the first step shows how the ranks' losses add up."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **kwargs: Any) -> Any:
+        return tf.reduce_sum(keras.losses.sparse_categorical_crossentropy(y, y_pred, True)) / 50
+
+
+def summing(units: int) -> keras.Model:
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    inputs = keras.Input((6,))
+    return Summing(inputs, layers.Dense(3)(layers.Dense(units, activation="tanh")(inputs)))
+
+
 def case_exact() -> dict[str, list[str]]:
     """Ends: at the first step, within an epoch, at the last step of one, at the first of another; the last step."""
     return {
         "twice within epochs": ended_and_resumed("adam", 3, [5, STEPS + 4]),
         "last and first step": ended_and_resumed("adam", 1, [STEPS, 2, 1, STEPS]),
+        "a loss that is a sum": ended_and_resumed("momentum", 3, [5], network=summing),
     }
 
 

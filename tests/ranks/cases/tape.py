@@ -160,17 +160,33 @@ class Taped(keras.Model):
         super().__init__()
         self.shared, self.own = keras.layers.Dense(1), keras.layers.Dense(1)
         self.wrap = tape
+        self.gradients = tf.function(self.compute_gradients, autograph=False)
 
     def call(self, x: Any) -> Any:
         return self.shared(x) + self.own(x)
 
     def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data
+        gradients, loss = self.gradients(*data)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        tf.summary.scalar("loss", loss, self.optimizer.iterations)
+        return {"loss": loss}
+
+    def compute_gradients(self, x: Any, y: Any) -> Any:
+        """Traced once, also for a model that is compiled again."""
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((self(x) - y) ** 2)
-        weights = self.trainable_variables
-        self.optimizer.apply(self.wrap(tape, self).gradient(loss, weights), weights)
-        return {"loss": loss}
+        return self.wrap(tape, self).gradient(loss, self.trainable_variables), loss
+
+
+def summaries(folder: Path) -> list[int]:
+    """The steps of which a train_step's own summary is in a folder of TensorBoard."""
+    return [
+        event.step
+        for file in folder.glob("*.v2")
+        for event in tf.compat.v1.train.summary_iterator(str(file))
+        for value in event.summary.value
+        if value.tag == "loss"
+    ]
 
 
 def case_in_fit() -> dict[str, Any]:
@@ -205,12 +221,13 @@ def case_in_fit() -> dict[str, Any]:
         return [
             kinds.ModelCheckpoint(to / "{epoch}.weights.h5", save_weights_only=True),
             kinds.CSVLogger(to / f"log-{RANK}.csv", append=True),
-            kinds.TensorBoard(to / f"board-{RANK}"),
+            kinds.TensorBoard(to / f"board-{RANK}", update_freq="epoch" if to == folder else 1),
             kinds.BackupAndRestore(to / "backup", delete_checkpoint=False),
         ]
 
     model = made(distributed, seed=RANK)
     first = fit(model, hvd.callbacks.BroadcastGlobalVariablesCallback(0), *writers(folder))
+    model.compile(model.optimizer, "mse", jit_compile=False)
     again = fit(model, *writers(folder), epochs=3)
     hvd.check_replicas(model)
 
@@ -255,4 +272,5 @@ def case_in_fit() -> dict[str, Any]:
         ),
         "no folder": said,
         "plain": sorted(path.name for path in alone.iterdir()),
+        "summaries": summaries(alone / f"board-{RANK}" / "train"),
     }

@@ -1,0 +1,48 @@
+"""The global random generators of Python and NumPy, which all threads of a process share."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+IN_USE = threading.Lock()
+"""Held while the generators stand at a state that is not theirs, so that no other thread saves it as such."""
+
+
+def states() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's generator."""
+    return random.getstate(), np.random.get_state()
+
+
+def set_states(python: Any, numpy: Any) -> None:
+    """Set the states of Python's and NumPy's generator."""
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+@contextmanager
+def drawing_from(*seed: int) -> Iterator[Callable[[], bool]]:
+    """Seed both generators for this block; afterwards they continue as if it had not been.
+
+    Yields:
+        A function that returns whether a number has been drawn in the block.
+    """
+    with IN_USE:
+        before = states()
+        random.seed(str(seed))
+        np.random.seed(np.random.SeedSequence(seed).generate_state(8))
+        begun = _comparable(*states())
+        try:
+            yield lambda: _comparable(*states()) != begun
+        finally:
+            set_states(*before)
+
+
+def _comparable(python: Any, numpy: Any) -> tuple[Any, ...]:
+    kind, numbers, *rest = numpy
+    return (python, kind, numbers.tobytes(), *rest)
