@@ -19,6 +19,7 @@ GROUND = {
     "adopt_options",
     "environment",
     "errors",
+    "global_random",
     "host_limits",
     "messages",
     "profiled_steps",
