@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import global_random
+from hvdtrain.data import global_random
 from hvdtrain.keras_internals.variables import global_seed_variable, tf_variable
 
 

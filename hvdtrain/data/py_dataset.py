@@ -18,11 +18,11 @@ import numpy as np
 
 from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight, weighted
+from hvdtrain.data.global_random import drawing_from
 from hvdtrain.data.indexed import KnownSource, Order, Slot
 from hvdtrain.data.share import ReadOptions, Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
 from hvdtrain.errors import UsageError
-from hvdtrain.global_random import drawing_from
 
 
 def is_py_dataset(value: Any) -> bool:

@@ -19,7 +19,6 @@ GROUND = {
     "adopt_options",
     "environment",
     "errors",
-    "global_random",
     "host_limits",
     "messages",
     "profiled_steps",

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from test_data_arrays import numbers, order, read, source
 from test_data_streams import Batches, OnRanks, assert_same, stream
 
-from hvdtrain import global_random
 from hvdtrain.checkpoint.random_states import random_states
-from hvdtrain.data import KnownSource
+from hvdtrain.data import KnownSource, global_random
 from hvdtrain.errors import UsageError
 
 
