@@ -203,10 +203,8 @@ class _Waiting(Writer):
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__(callback)
         # A TensorBoard that writes each batch must be there when the step is traced. It has a file of its own.
-        waits = isinstance(callback, LOGGERS) and getattr(callback, "update_freq", "") in (
-            "",
-            "epoch",
-        )
+        at_once = getattr(callback, "update_freq", "epoch") != "epoch"
+        waits = isinstance(callback, LOGGERS) and not at_once
         self.missed: list[Callable[[], None]] | None = [] if waits else None
         self.fails_together = False
 
