@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hvdtrain
 import hvdtrain.keras as hvd
-from hvdtrain.collectives.communicator import Average, Communicator, Sum
+from hvdtrain.collectives.communicator import Average, Communicator, Min, Sum
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 
 
@@ -52,6 +52,8 @@ class Alike(Communicator):
     def _allreduce(
         self, wire: tf.Tensor, name: str, op: Any, prescale: float, postscale: float
     ) -> tf.Tensor:
+        if op == Min:
+            return wire
         total = wire * prescale * postscale
         return total if op == Average else total * tf.cast(self.now, wire.dtype)
 

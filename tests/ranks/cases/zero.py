@@ -60,22 +60,21 @@ def play(
     if not optimizer.built:
         optimizer.build(trained)
 
-    def slices(goals: tf.Tensor) -> tf.IndexedSlices:
+    def slices(goals: tf.Tensor, indices: tf.Tensor) -> tf.IndexedSlices:
         """The gradient of the table, of all ranks it is for: every row once, its first one in two pieces."""
         rows = [
             trained[-1].value - tf.cast(goal, trained[-1].value.dtype) for goal in tf.unstack(goals)
         ]
         pieces = [part for row in rows for part in (row[:1] / 4, row[1:], row[:1] * 3 / 4)]
-        indices = tf.constant([0, *range(1, 6), 0] * len(rows))
         return tf.IndexedSlices(tf.concat(pieces, axis=0) / len(rows), indices, (6, 2))
 
-    def step(goals: list[tf.Tensor], table_goals: tf.Tensor) -> None:
+    def step(goals: list[tf.Tensor], table_goals: tf.Tensor, indices: tf.Tensor) -> None:
         gradients: list[Any] = [
             v.value - tf.cast(goal, v.value.dtype) for v, goal in zip(trained, goals, strict=True)
         ]
         if sparse:
             # One process has the slices of all ranks: Keras squares and clips each of them by itself.
-            gradients[-1] = slices(table_goals)
+            gradients[-1] = slices(table_goals, indices)
         if isinstance(optimizer, optimizers.LossScaleOptimizer):
             scale = tf.convert_to_tensor(optimizer.dynamic_scale)
             gradients = [g * tf.cast(scale, g.dtype) for g in map(tf.convert_to_tensor, gradients)]
@@ -87,6 +86,7 @@ def play(
         run(
             [tf.constant(targets[n][number], tf.float32) for n in SHAPES],
             tf.constant(table, tf.float32),
+            tf.constant([0, *range(1, 6), 0] * len(tables)),  # An argument, as they stand for data.
         )
     optimizer.finalize_variable_values(trained)
     return [keras.ops.convert_to_numpy(keras.ops.cast(v, "float32")) for v in trained]
