@@ -319,11 +319,19 @@ def ended_and_resumed(optimizer: str, every: int, ends: Sequence[int], **options
 class Summing(keras.Model):
     """A probe before the first step shows how the ranks' losses add up."""
 
-    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **kwargs: Any) -> Any:
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
         return tf.reduce_sum(keras.losses.sparse_categorical_crossentropy(y, y_pred, True)) / 50
 
 
 def summing(units: int) -> keras.Model:
+    keras.backend.clear_session()
     keras.utils.set_random_seed(0)
     layers = keras.layers
     inputs = keras.Input((6,))
