@@ -28,9 +28,14 @@ from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
 from hvdtrain.keras.learning_rate import LearningRateWarmupCallback as LearningRateWarmupCallback
-from hvdtrain.keras_internals.models import is_built, optimizers_of, refresh_constants
+from hvdtrain.keras_internals.models import (
+    distributed_optimizers,
+    is_built,
+    optimizers_of,
+    refresh_constants,
+)
 from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state, is_sharded
-from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
+from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.keras_internals.variables import (
     local_variables,
     replicated_variables,
@@ -187,7 +192,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
         Otherwise those of the ranks differ, and belong together.
         """
-        optimizers = [one for one in optimizers_of(self.model) if is_distributed(one)]
+        optimizers = distributed_optimizers(self.model)
         steps = [int(inner_of(one)._iterations) for one in optimizers]
         if any(one != steps for one in ALL_RANKS.exchange(steps, "iterations")):
             broadcast_variables(common_accumulators(optimizers), self.root_rank)

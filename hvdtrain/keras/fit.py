@@ -28,12 +28,16 @@ from hvdtrain.keras.writers import (
     failing_together,
     on_this_rank,
 )
-from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers
+from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.file_writes import prepare_saving
-from hvdtrain.keras_internals.models import optimizers_of, refresh_constants, trains_by_keras
+from hvdtrain.keras_internals.models import (
+    distributed_optimizers,
+    refresh_constants,
+    trains_by_keras,
+)
 from hvdtrain.keras_internals.optimizer_state import is_sharded
-from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
+from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.keras_internals.variables import (
     local_variables,
     replicated_variables,
@@ -56,7 +60,7 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     """
     call = inspect.signature(original).bind(self, *args, **kwargs)
     callbacks = call.arguments.get("callbacks")
-    distributed = _distributed(self)
+    distributed = distributed_optimizers(self)
     if isinstance(callbacks, kc.CallbackList) or any(map(is_sharded, distributed)):
         return original(*call.args, **call.kwargs)
     given = keras.tree.flatten(callbacks or [])
@@ -72,10 +76,6 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     elif not trains_by_keras(self) and hvd.is_initialized() and hvd.size() > 1:
         call.arguments["callbacks"] = _until_the_first_step(given)
     return original(*call.args, **call.kwargs)
-
-
-def _distributed(model: keras.Model) -> list[Any]:
-    return [optimizer for optimizer in optimizers_of(model) if is_distributed(optimizer)]
 
 
 def _waited_for(
@@ -109,8 +109,9 @@ def _agree(
     """
     together = [type(c).__name__ for c in callbacks if getattr(c, "hvdtrain_on_all_ranks", False)]
     facts["what must be among the callbacks of every rank"] = sorted(together)
-    require_equal(facts | adapted_facts(model), "fit", "callbacks", ranks)
-    require_alike(adapted_numbers(model), "fit", ranks)
+    adapted = adapted_states(model)
+    require_equal(facts | adapted_facts(adapted), "fit", "callbacks", ranks)
+    require_alike(adapted_numbers(adapted), "fit", ranks)
     stops = any(isinstance(c, kc.TerminateOnNaN) for c in callbacks)
     # BroadcastGlobalVariablesCallback checks the replicas, unless its guard is off.
     guarded = any(isinstance(c, BroadcastGlobalVariablesCallback) for c in callbacks)
@@ -135,7 +136,7 @@ class _ShareAccumulators(keras.callbacks.Callback):
     """First callback: lets the files of an epoch, or of the model afterwards, hold the accumulated gradients of all."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        share_accumulators(_distributed(self.model))
+        share_accumulators(distributed_optimizers(self.model))
 
 
 class _RestoreTogether(keras.callbacks.Callback):
@@ -158,7 +159,7 @@ class _RestoreTogether(keras.callbacks.Callback):
             if optimizer is not None and not optimizer.built:
                 optimizer.build(self.model.trainable_variables)
             common = replicated_variables(self.model, local=local_variables(self.model))
-            waiting = common_accumulators(_distributed(self.model))
+            waiting = common_accumulators(distributed_optimizers(self.model))
             broadcast_variables([*common, *waiting], root, process_set=self._ranks)
             refresh_constants(self.model)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,15 +33,14 @@ class Adapted:
     numbers: list[float]
 
 
-def adapted_facts(model: keras.Model) -> dict[str, str]:
-    """Return `adapted_states` without the numbers, as facts for `require_equal`."""
-    states = adapted_states(model)
+def adapted_facts(states: Sequence[Adapted]) -> dict[str, str]:
+    """Return `states` without the numbers, as facts for `require_equal`."""
     return {one.what: f"{one.size} values (SHA-256 {one.digest.hex()}...)" for one in states}
 
 
-def adapted_numbers(model: keras.Model) -> dict[str, list[float | str]]:
-    """Return the numbers of `adapted_states`, for `require_alike`."""
-    return {one.what: [*one.numbers] for one in adapted_states(model) if one.numbers}
+def adapted_numbers(states: Sequence[Adapted]) -> dict[str, list[float | str]]:
+    """Return the numbers of `states`, for `require_alike`."""
+    return {one.what: [*one.numbers] for one in states if one.numbers}
 
 
 def adapted_states(model: keras.Model) -> list[Adapted]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 
+from hvdtrain.keras_internals.optimizers import is_distributed
+
 
 def is_built(model: keras.Model) -> bool:
     """Whether the model and all its layers have their variables."""
@@ -72,6 +74,11 @@ def optimizers_of(model: keras.Model) -> list[Any]:
             one for owner in owners for one in held_in(vars(owner), keras.optimizers.Optimizer)
         ]
     return list({id(one): one for one in found if one is not None}.values())
+
+
+def distributed_optimizers(model: keras.Model) -> list[Any]:
+    """Return those of `optimizers_of` that are distributed."""
+    return [optimizer for optimizer in optimizers_of(model) if is_distributed(optimizer)]
 
 
 def held_in(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers
+from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
 from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.models import metric_names, symbolic_inputs
 from hvdtrain.keras_internals.variables import tf_variable
@@ -60,9 +60,9 @@ class Runner:
                 list(tf_variable(v).shape) for v in state_variables(model.metrics)
             ],
         }
-        built |= adapted_facts(model)
-        require_equal(built, what, "model")
-        require_alike(adapted_numbers(model), what)
+        adapted = adapted_states(model)
+        require_equal(built | adapted_facts(adapted), what, "model")
+        require_alike(adapted_numbers(adapted), what)
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
         """Create the variables that `model` needs to predict from symbolic `inputs`."""

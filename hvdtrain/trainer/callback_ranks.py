@@ -12,7 +12,6 @@ from keras import callbacks as kc
 
 from hvdtrain.checkpoint.fit_callback import CheckpointCallback
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import writers
 from hvdtrain.keras.writers import WRITERS
 from hvdtrain.keras_internals.models import overrides
 from hvdtrain.keras_internals.overlay import overlay
@@ -41,9 +40,7 @@ def on_this_rank(
             "CheckpointCallback is for model.fit: a Trainer saves more with "
             "checkpoints=hvdtrain.Checkpoints(every_steps=...)"
         )
-    if not saves_together:
-        return writers.on_this_rank(callbacks, is_first)
-    for callback in callbacks:
+    for callback in callbacks if saves_together else ():
         if isinstance(callback, kc.BackupAndRestore | kc.OrbaxCheckpoint):
             raise UsageError(
                 f"{type(callback).__name__} cannot save a model or optimizer that is divided over ranks: "
@@ -54,7 +51,6 @@ def on_this_rank(
                 "SwapEMAWeights cannot swap the averages of a model or optimizer that is divided "
                 "over ranks: leave it out, or do not divide them"
             )
-    for callback in callbacks:
         if isinstance(callback, kc.ModelCheckpoint) and not is_first:
             callback.verbose = 0
     left_out = [] if is_first else written_by_first(callbacks, saves_together)

@@ -25,7 +25,7 @@ from hvdtrain.collectives.metrics import as_value, merge_state
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers
+from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
 from hvdtrain.keras_internals.models import compile_like, metric_names
@@ -121,9 +121,9 @@ class StageRunner(Runner):
             ],
             "the model's inputs": [[list(t.shape), str(t.dtype)] for t in self.stage.whole.inputs],
         }
-        facts |= adapted_facts(self.stage.whole)
-        require_equal(facts, what, "model")
-        require_alike(adapted_numbers(self.stage.whole), what)
+        adapted = adapted_states(self.stage.whole)
+        require_equal(facts | adapted_facts(adapted), what, "model")
+        require_alike(adapted_numbers(adapted), what)
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
         del model, inputs  # A stage's variables exist already.

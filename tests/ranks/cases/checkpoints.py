@@ -319,14 +319,7 @@ def ended_and_resumed(optimizer: str, every: int, ends: Sequence[int], **options
 class Summing(keras.Model):
     """A probe before the first step shows how the ranks' losses add up."""
 
-    def compute_loss(
-        self,
-        x: Any = None,
-        y: Any = None,
-        y_pred: Any = None,
-        sample_weight: Any = None,
-        training: bool = True,
-    ) -> Any:
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *rest: Any, **options: Any) -> Any:
         return tf.reduce_sum(keras.losses.sparse_categorical_crossentropy(y, y_pred, True)) / 50
 
 
