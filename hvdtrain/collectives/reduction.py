@@ -139,6 +139,8 @@ class GradientReducer:
             Default: a new InstanceName.
 
     Attributes:
+        collective_name: Function of the variables and the ranks that returns the first part of the names of
+            collectives.
         memories: State of a lossy compression, by the id of the tf.Variable.
     """
 
@@ -148,7 +150,7 @@ class GradientReducer:
         prefix: Callable[[Sequence[Any], Communicator], str] | None = None,
     ) -> None:
         self.reduction = reduction
-        self._prefix = prefix or InstanceName(reduction.name or "gradient")
+        self.collective_name = prefix or InstanceName(reduction.name or "gradient")
         self._local: dict[int, Any] = {}
         self.memories: dict[int, Memory] = {}
 
@@ -253,7 +255,7 @@ class GradientReducer:
         """Return the first part of the names of collectives."""
         position = self.reduction.position
         ranks = position.everyone if position else self.reduction.process_set
-        return self._prefix(variables, ranks)
+        return self.collective_name(variables, ranks)
 
     def _keep_local(self, gradient: Gradient, weighted: bool) -> Gradient:
         """Return a local gradient, divided by the number of ranks if `scale_local_gradients` (as in Horovod).

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
+from hvdtrain.errors import UsageError
+
 Total: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 """Returns the sum of a loss's divisor over the global batch, given the divisor of this rank's part: float32 scalars."""
 
@@ -69,3 +71,26 @@ def in_step(step: Step | None) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+_TRIED: ContextVar[bool] = ContextVar("hvdtrain_step_tried", default=False)
+
+
+@contextlib.contextmanager
+def in_trial() -> Iterator[None]:
+    """Context in which this rank runs a step by itself, as often as it likes, to learn what the step does."""
+    token = _TRIED.set(True)
+    try:
+        yield
+    finally:
+        _TRIED.reset(token)
+
+
+def require_all_ranks() -> None:
+    """Require that all ranks run the current step: a collective would wait for the others.
+
+    Raises:
+        UsageError: The step is run in a trial.
+    """
+    if _TRIED.get():
+        raise UsageError("it calls a collective, in which all workers must take part")

@@ -6,15 +6,19 @@ of a prefix in a graph. They do not depend on Keras's automatic names, on how of
 a smaller last batch traces once more), or on objects that were created and never used. They are counted for each
 process set, whose events its members have in common; Horovod keeps the names of each set apart.
 
+A worker that joins an elastic job later has not seen the first uses of the others. What the job's state holds is
+therefore named by its place in there: see `name_by_places`.
+
 The counters live as long as the process, as Horovod's own table of names does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import tensorflow as tf
@@ -29,6 +33,8 @@ _Counters: TypeAlias = defaultdict[Any, Iterator[int]]
 _instances: _Counters = defaultdict(itertools.count)
 _tuples: _Counters = defaultdict(itertools.count)
 _variable_tuples: dict[tuple[Group, tuple[str, ...]], int] = {}
+_places: dict[str, int] = {}
+"""Place of each variable in the state of an elastic job."""
 _prefixes_in_graph: weakref.WeakKeyDictionary[Any, _Counters] = weakref.WeakKeyDictionary()
 
 
@@ -55,7 +61,11 @@ class InstanceName:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._number: int | None = None
+        self._number: int | str | None = None
+
+    def set_place(self, place: int) -> None:
+        """Name the object by its place in the state of an elastic job."""
+        self._number = f"state_{place}"
 
     def __call__(self, variables: Sequence[Any], ranks: Ranks) -> str:
         del variables
@@ -69,10 +79,32 @@ def variables_name(variables: Sequence[Any], ranks: Ranks) -> str:
     # A _unique_id is never used twice; Python reuses the id() of an object that was deleted, which may happen on one
     # rank and not on another. A watched tensor exists for one step only, and is known by its position.
     group = _group_of(ranks)
-    key = group, tuple(getattr(tf_variable(v), "_unique_id", "tensor") for v in variables)
+    key = group, tuple(map(_id_of, variables))
+    if all(one in _places for one in key[1]):
+        places = ",".join(str(_places[one]) for one in key[1])
+        return f"hvdtrain_tape_state_{hashlib.sha256(places.encode()).hexdigest()[:12]}"
     if key not in _variable_tuples:
         _variable_tuples[key] = next(_tuples[group])
     return f"hvdtrain_tape_{_variable_tuples[key]}"
+
+
+def name_by_places(instances: Iterable[InstanceName], variables: Iterable[Any]) -> None:
+    """Let names no longer depend on what this process did before, for the state of an elastic job.
+
+    Call it on every worker whenever the state is sent to all. What was traced before must be traced again.
+
+    Args:
+        instances: Names of the objects in the state, in the same order on every worker.
+        variables: Variables of the state, likewise.
+    """
+    for place, instance in enumerate(instances):
+        instance.set_place(place)
+    _places.clear()
+    _places.update((_id_of(variable), place) for place, variable in enumerate(variables))
+
+
+def _id_of(variable: Any) -> str:
+    return str(getattr(tf_variable(variable), "_unique_id", "tensor"))
 
 
 def in_this_graph(prefix: str, ranks: Ranks) -> str:

@@ -36,9 +36,12 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
+from hvdtrain.collectives.tensor_names import InstanceName, name_by_places
 from hvdtrain.errors import UsageError
+from hvdtrain.keras.optimizer import reducer_of
 from hvdtrain.keras_internals.models import is_built, optimizers_of, refresh_constants
 from hvdtrain.keras_internals.optimizer_state import is_sharded
+from hvdtrain.keras_internals.optimizers import is_distributed
 from hvdtrain.keras_internals.variables import (
     replicated_variables,
     seed_variables,
@@ -92,6 +95,7 @@ class TensorFlowState(ObjectState):
             super().sync()
 
     def _broadcast(self) -> None:
+        name_by_places([], self.variables)
         broadcast_variables(self.variables)
 
     def _read(self) -> list[np.ndarray]:
@@ -143,6 +147,8 @@ class KerasState(TensorFlowState):
         self.model.train_function = self.model.test_function = None
 
     def _broadcast(self) -> None:
+        self.reset()
+        name_by_places(self._names(), self.variables)
         with_seeds = [
             *replicated_variables(self.model, self._given),
             *seed_variables(self.model),
@@ -150,6 +156,14 @@ class KerasState(TensorFlowState):
         broadcast_variables(with_seeds)
         refresh_constants(self.model)
         fold_rank_into_seeds(self.model, hvd.rank())
+
+    def _names(self) -> list[InstanceName]:
+        """Return the names of the collectives of the optimizers and of synchronized layers."""
+        optimizers = optimizers_of(self.model) if self._given is None else [self._given]
+        reducers = [reducer_of(one) for one in optimizers if is_distributed(one)]
+        holders = [*reducers, *self.model._flatten_layers()]
+        found = [getattr(holder, "collective_name", None) for holder in holders]
+        return [name for name in found if isinstance(name, InstanceName)]
 
 
 class TensorFlowKerasState(KerasState):

@@ -40,7 +40,7 @@ class _Synchronized:
         count, mean, variance = local_moments(inputs, mask, self._reduction_axes)  # type: ignore[attr-defined]
         if (step := current_step()) is not None:
             count = tf.where(step.is_idle(), tf.zeros_like(count), count)
-        name = self._collective((), ALL_RANKS)  # type: ignore[attr-defined]
+        name = self.collective_name((), ALL_RANKS)  # type: ignore[attr-defined]
         combined = combine_moments(_gather(tf.stack([count, mean, variance]), name))
         mean, variance = tf.unstack(_with_summed_gradient(combined, f"{name}_gradient"))
         return mean, variance
@@ -70,7 +70,7 @@ class SyncBatchNormalization(_Synchronized, keras.layers.BatchNormalization):
             )
         super().__init__(**kwargs)
         self.supports_jit = False
-        self._collective = InstanceName("sync_batch_norm")
+        self.collective_name = InstanceName("sync_batch_norm")
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
@@ -89,8 +89,8 @@ def synchronized(model: keras.Model) -> Iterator[None]:
     ]
     kinds = list(map(type, plain))
     for layer in plain:
-        if not hasattr(layer, "_collective"):
-            object.__setattr__(layer, "_collective", InstanceName("sync_batch_norm"))
+        if not hasattr(layer, "collective_name"):
+            object.__setattr__(layer, "collective_name", InstanceName("sync_batch_norm"))
         overlay(layer, _Synchronized)
     try:
         yield

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.step_context import Step, in_step
+from hvdtrain.collectives.step_context import Step, in_step, in_trial
 from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
 from hvdtrain.keras_internals.metric_calls import is_known_to_add_up, metrics_of
 from hvdtrain.keras_internals.models import (
@@ -283,6 +283,7 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
         for optimizer in optimizers_of(model):
             stack.enter_context(gradients_taken(optimizer, take))
         stack.enter_context(in_step(step))
+        stack.enter_context(in_trial())
         model.train_step(data)
     return found
 

@@ -43,6 +43,9 @@ hvd.init()
 keras.utils.set_random_seed(hvd.rank())
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", jit_compile=False)
+# Used at the beginning only, so never by a worker that joins later.
+model.warm_up = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
+model.warm_up.build(model.layers[-1].trainable_variables)
 state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
 
@@ -57,6 +60,8 @@ def train(state: Any) -> str:
         iterations=int(model.optimizer.iterations),
         bits=fingerprints(replicated_variables(model)).tobytes().hex(),
     )
+    if state.epoch == 0:
+        model.warm_up.apply([v * 0.0 for v in model.layers[-1].trainable_variables])
     model.fit(
         X[hvd.rank() :: hvd.size()],
         Y[hvd.rank() :: hvd.size()],

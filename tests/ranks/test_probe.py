@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from launch import Results, on_ranks
 
@@ -15,7 +17,11 @@ def results() -> Results:
 
 
 def check(results: Results, case: str) -> None:
-    for found in results.of(case):
+    check_all(results.of(case))
+
+
+def check_all(everyone: list[dict[str, Any]]) -> None:
+    for found in everyone:
         far = {
             f"{name} {key}": value
             for name, one in found.items()
@@ -38,6 +44,14 @@ def test_slices(results: Results) -> None:
 @pytest.mark.slow
 def test_state_without_gradients(results: Results) -> None:
     check(results, "case_state_without_gradients")
+
+
+@pytest.mark.slow
+def test_a_loss_over_all_examples(results: Results) -> None:
+    first, other = results.of("case_gathered")
+    check_all([first["far"], other["far"]])
+    assert not other["told"]
+    assert ["it calls a collective" in told for told in first["told"]] == [True]
 
 
 @pytest.mark.slow

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from against_keras import SGD, TOKENS, WORDS, apart, vector_model, vectors
+from against_keras import BATCH, EPOCHS, SGD, TOKENS, WORDS, apart, plain, vector_model, vectors
 from against_keras import Y as TAGS
 from keras import layers, ops
 from small import weights
 
 import hvdtrain
+import hvdtrain.keras as hvd
 from hvdtrain.errors import UsageError
 
 X, Y = vectors()
@@ -261,6 +263,24 @@ def _contrastive(y: Any, p: Any) -> Any:
     return ops.mean(
         ops.categorical_crossentropy(ops.eye(ops.shape(y)[0]), logits, from_logits=True)
     )
+
+
+def case_gathered() -> dict[str, Any]:
+    """A loss that compares all examples, which it gathers itself: no rank can try it alone."""
+
+    def gathered(y: Any, p: Any) -> Any:
+        return _contrastive(hvd.allgather(y), hvd.allgather(p))
+
+    wanted = plain(losing(_contrastive), SGD(0.003), (X[:80], Y[:80]), None, {"loss": "mse"})
+    trainer = hvdtrain.Trainer(losing(gathered), SGD(0.003), "mse", global_batch_size=BATCH, seed=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        history = trainer.fit(X[:80], Y[:80], epochs=EPOCHS, shuffle=False, verbose=0).history
+    found = {
+        "weights": wanted.apart(weights(trainer.model), "weights"),
+        "history": wanted.apart(history, "history", "relative"),
+    }
+    return {"far": {"gathered": found}, "told": [str(each.message) for each in told]}
 
 
 def _balanced(y: Any, p: Any) -> Any:
