@@ -16,7 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -63,6 +63,7 @@ STEPS = 16
 WAITS = f"its first {STEPS} steps apply no gradients"
 """Reason why a step that waits for longer cannot be judged."""
 
+Result = TypeVar("Result")
 Marks = dict[str, np.ndarray]
 """For each variable's name, an array of shape (3,): a projection of its gradient to one number, which adds up over
 parts; the norm of the gradient; the number of its slices, 0 if it is dense."""
@@ -128,6 +129,39 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
     )
 
 
+def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
+    """Test how the model's own compute_loss combines over parts of a batch. No communication.
+
+    Args:
+        model, data, step: As in `probe`.
+
+    Returns:
+        "mean" over examples, "sum", or "other"; "" if it cannot be tested.
+    """
+
+    def loss_of(part: Any, own: Step | None) -> float:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(part)
+        with in_step(own), in_trial():
+            return float(model._compute_loss(x, y, model(x, training=False), weights, False))
+
+    size = int(tf.nest.flatten(data)[0].shape[0])
+    cut = _cut(size, outputs_read_as_rows(model, data))
+    parts = [_rows(data, 0, cut), _rows(data, cut, size)]
+    shares = [cut / size, (size - cut) / size]
+    try:
+        with unchanged(model), _repeatable(model):
+            whole, again = loss_of(data, None), loss_of(data, None)
+            losses = _of_parts(loss_of, parts, shares, replace(step, checked=True))
+    except Exception:
+        return ""  # A step may not run on fewer examples, or outside tf.function.
+    if not np.isfinite(whole) or whole != again:
+        return ""
+    for kind, found in {"mean": np.dot(shares, losses), "sum": sum(losses)}.items():
+        if abs(found - whole) <= _tolerance(model) * abs(whole):
+            return kind
+    return "other"
+
+
 def _cut(size: int, outputs: int) -> int:
     """Return the number of examples in the first of two uneven parts, none of which has `outputs` examples."""
     cuts = range(size // 2 + 1, size)
@@ -174,13 +208,17 @@ def _verdict(
     """Return the verdict on the gradients, and whether a step changes anything in `state_of` and `counts_of`."""
     once: tuple[int, ...] = ()
     moves = False
+
+    def marks(part: Any, own: Step) -> Marks:
+        return _marks_alone(model, part, own)[0]
+
     try:
         step = replace(step, checked=True)
         with unchanged(model), _repeatable(model):
             whole, moved = _first_marks(model, data)
             moves = bool(moved)
             again, _ = _marks_alone(model, data, None)
-            weighted = _of_parts(model, parts, shares, step)
+            weighted = _of_parts(marks, parts, shares, step)
             once = _looked_up_once(model, whole, weighted[0])
             # An overflow in float16 says nothing about the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
@@ -194,7 +232,7 @@ def _verdict(
             )
             # Zero gradients add up either way.
             as_sum = (gap > 0 or not _norm(whole)) and not _gap(
-                model, whole, _sum(_of_parts(model, parts, [1.0, 1.0], step), [1.0, 1.0])
+                model, whole, _sum(_of_parts(marks, parts, [1.0, 1.0], step), [1.0, 1.0])
             )[1]
     except Exception as error:
         # A step may not run on fewer examples, or outside tf.function; if it fails in training, that is reported there.
@@ -215,19 +253,19 @@ def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int,
 
 
 def _of_parts(
-    model: keras.Model, parts: Sequence[Any], shares: Sequence[float], step: Step
-) -> list[Marks]:
-    """Return the marks of each part, computed as on a rank with this share of the whole."""
+    run: Callable[[Any, Step], Result], parts: Sequence[Any], shares: Sequence[float], step: Step
+) -> list[Result]:
+    """Return the result of `run` for each part, as on a rank with this share of the whole."""
     counted: list[list[tf.Tensor]] = [[] for _ in parts]
     steps = [replace(step, share=tf.constant(share, tf.float32)) for share in shares]
     found = [
-        _marks_alone(model, part, replace(own, total=_count(divisors)))[0]
+        run(part, replace(own, total=_count(divisors)))
         for part, own, divisors in zip(parts, steps, counted, strict=True)
     ]
     totals = [tf.add_n(each) for each in zip(*counted, strict=True)]
     if totals:  # The divisors of the losses are known only now.
         found = [
-            _marks_alone(model, part, replace(own, total=_tell(iter(totals))))[0]
+            run(part, replace(own, total=_tell(iter(totals))))
             for part, own in zip(parts, steps, strict=True)
         ]
     return found
@@ -340,8 +378,7 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
     """Return the variable whose gradient differs most, and the relative difference; 0 within the tolerance."""
     if whole.keys() != other.keys():
         return next(iter(whole.keys() ^ other.keys())), 1.0
-    dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
-    limit = max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
+    limit = _tolerance(model)
     # A gradient that is only rounding error (the bias of attention keys) has no direction.
     floor = 1e-3 * _norm(whole)
     worst, gap = "", 0.0
@@ -350,6 +387,11 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
         if not own <= max(limit, gap):
             worst, gap = name, float(own)
     return worst, gap
+
+
+def _tolerance(model: keras.Model) -> float:
+    dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
+    return max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
 
 
 def _norm(marks: Marks) -> float:

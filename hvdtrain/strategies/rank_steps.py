@@ -16,10 +16,10 @@ from hvdtrain.collectives.metrics import read_state, state_variables, write_stat
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
-from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
+from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.metric_calls import Source, metrics_of
-from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, trains_by_keras
+from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, overridden, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_scaled
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
@@ -37,6 +37,7 @@ from hvdtrain.strategies.probe import (
     Verdict,
     counts_of,
     in_one_line,
+    kind_of_loss,
     probe,
     state_of,
     unchanged,
@@ -105,7 +106,9 @@ class RankSteps:
         self._share = tf.Variable(1.0, trainable=False)
         self._share_value = 1.0
         self._probed = False
+        self._loss_probed = overridden(model, "compute_loss") is None and not own_losses(model)
         self._step: Step | None = None
+        self._step_of_test: Step | None = None
         self._summed: list[tf.Variable] = []
         self._averaged: list[tf.Variable] = []
         if workers > 1:
@@ -119,6 +122,7 @@ class RankSteps:
                 share_in_loss=trains_by_keras(model) or all(map(is_scaled, optimizers_of(model))),
                 half=computed_in_half(model),
             )
+            self._step_of_test = self._step
         train, test = model.train_step, model.test_step
         if model.jit_compile:
             train = in_clusters(train)
@@ -140,6 +144,7 @@ class RankSteps:
         self._train_step = train
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
+        self._test_step = test
         self._test = self._compiled(test)
         self._predict = self._compiled(model.predict_step)
 
@@ -170,7 +175,7 @@ class RankSteps:
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares` in order; return this rank's running logs, as scalar tensors."""
         if len(shares) == 1:
-            logs = self._run(self._train, shares[0], self._together)
+            logs = self._run(self._train, shares[0], self._step, self._together)
             if self._together and self._some_are_idle(shares[0]):
                 own = [*state_variables(self._metrics), *seed_variables(self._model)]
                 state = without(self._model.non_trainable_variables, own)
@@ -179,7 +184,7 @@ class RankSteps:
             data = [share.data for share in shares]
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
             several = replace(shares[0], data=stacked)
-            logs = self._run(self._train_several, several, self._together)
+            logs = self._run(self._train_several, several, self._step, self._together)
         return self._train_metrics.logs(logs, self._train_sources, self._train_logs)
 
     def trace(self, data: Any) -> Any:
@@ -225,8 +230,36 @@ class RankSteps:
             self._step = replace(self._step, checked=True, loss_is_sum=True)
         else:
             raise UsageError(_does_not_add_up(self._model, judged))
+        self._loss_probed = True
+        self._use_in_tests(self._step)
         if self._model.run_eagerly:
             self._look_for_decisions(data)
+
+    def _probe_loss(self, share: Share) -> None:
+        """Test, before the first test step, whether a loss of the user's is a mean or a sum. A collective.
+
+        `probe` comes too late: a model may be evaluated before it is trained, or by a process that does not train.
+        """
+        if self._step_of_test is None or self._loss_probed:
+            return
+        self._loss_probed = True
+        data = self._some_examples(share)
+        if data is None or keeps_rows(self._model):
+            return
+        mine = kind_of_loss(self._model, data, self._step_of_test)
+        kinds = {kind for kind in self._ranks.exchange(mine, "loss") if kind}
+        if kinds in ({"mean"}, {"sum"}):
+            is_sum = kinds == {"sum"}
+            self._use_in_tests(replace(self._step_of_test, checked=True, loss_is_sum=is_sum))
+        elif kinds:
+            self._warn(_loss_of_parts(self._model))
+
+    def _use_in_tests(self, step: Step) -> None:
+        """Weight the losses of test steps as `step` says, also of those traced before."""
+        assert self._step_of_test is not None
+        if step.loss_is_sum != self._step_of_test.loss_is_sum:
+            self._test = self._compiled(self._test_step)
+        self._step_of_test = step
 
     def _look_for_decisions(self, data: Any) -> None:
         """Trace the step of a model that runs eagerly, since decisions are visible only in a graph."""
@@ -291,7 +324,8 @@ class RankSteps:
 
     def test(self, share: Share) -> Logs:
         """Update the metrics with `share`; return this rank's running logs."""
-        logs = self._run(self._test, share)
+        self._probe_loss(share)
+        logs = self._run(self._test, share, self._step_of_test)
         return self._test_metrics.logs(logs, self._test_sources, self._test_logs)
 
     def predict(self, share: Share) -> Any:
@@ -301,8 +335,14 @@ class RankSteps:
     def finish(self) -> None:
         """Do nothing: no step is in flight after `train` returns."""
 
-    def _run(self, step: Callable[[Any], Any], share: Share, together: bool = True) -> Logs:
-        if self._step is None:
+    def _run(
+        self,
+        step: Callable[[Any], Any],
+        share: Share,
+        context: Step | None,
+        together: bool = True,
+    ) -> Logs:
+        if context is None:
             return step(share.data)
         value = share.examples / share.global_examples
         if value != self._share_value:
@@ -310,7 +350,7 @@ class RankSteps:
             self._share_value = value
         if not together:
             return step(share.data) if share.examples else self._run_for_logs(step, share)
-        with in_step(self._step):
+        with in_step(context):
             return step(share.data) if share.examples else self._run_idle(step, share)
 
     def _some_are_idle(self, share: Share) -> bool:
@@ -344,6 +384,14 @@ def _averages(names: Sequence[str]) -> str:
         "examples of its batch. Each worker uses its own part of the batch, and the values are "
         "averaged at the end of each epoch: where training depends on them, it differs from "
         "training on one worker"
+    )
+
+
+def _loss_of_parts(model: keras.Model) -> str:
+    return (
+        f"In an evaluation, the loss of {type(model).__name__} depends on the number of workers: each "
+        "has only a part of a batch, and the losses of the parts do not combine into that of the "
+        "batch. Let the loss be a mean of one value per example"
     )
 
 
@@ -388,7 +436,8 @@ def _does_not_add_up(model: keras.Model, found: Sequence[Verdict]) -> str:
         )
     return begin + (
         "The loss, or a layer, looks at several examples at once, or divides by something other "
-        "than their number: make the loss a mean of one value per example, or train on one "
-        "worker. With Trainer(probe=False) each worker uses its own part, and the result depends "
+        "than their number: make the loss a mean of one value per example, gather the outputs of "
+        "all workers in it (docs/exactness.md), or train on one worker. With "
+        "Trainer(probe=False) each worker uses its own part, and the result depends "
         "on the number of workers"
     )

@@ -37,6 +37,11 @@ def test_sums(results: Results) -> None:
 
 
 @pytest.mark.slow
+def test_evaluated_before_training(results: Results) -> None:
+    check(results, "case_evaluated_first")
+
+
+@pytest.mark.slow
 def test_slices(results: Results) -> None:
     check(results, "case_slices")
 

@@ -73,6 +73,30 @@ def case_sums() -> dict[str, Any]:
     return found
 
 
+def case_evaluated_first() -> dict[str, Any]:
+    """Sums and means in a process that evaluates before it trains: then, and after the training."""
+    found = {}
+    for name, make, loss in [
+        ("own sum", losing(lambda y, p: ops.sum(ops.square(y - p))), "mse"),
+        ("own mean", losing(lambda y, p: ops.mean(ops.square(y - p))), "mse"),
+        ("sum", vector_model, lambda y, p: ops.sum(ops.square(y - p))),
+        ("mean", vector_model, lambda y, p: ops.mean(ops.square(y - p))),
+    ]:
+        wanted = plain(make, SGD(0.003), (X, Y), None, {"loss": loss}, answers=True)
+        begun = plain(make, SGD(0.0), (X, Y), None, {"loss": loss}, answers=True)
+        trainer = hvdtrain.Trainer(make, SGD(0.003), loss, global_batch_size=BATCH, seed=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # About one number for a batch.
+            before = trainer.evaluate(X, Y, verbose=0, return_dict=True)
+            trainer.fit(X, Y, epochs=EPOCHS, shuffle=False, verbose=0)
+            after = trainer.evaluate(X, Y, verbose=0, return_dict=True)
+        found[name] = {
+            "before": begun.apart(before, "evaluate", "relative"),
+            "after": wanted.apart(after, "evaluate", "relative"),
+        }
+    return found
+
+
 class Positions(layers.Layer):
     """Adds embeddings of each position: one that is looked up once for a batch, and one for each example."""
 
