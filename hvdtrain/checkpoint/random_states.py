@@ -23,10 +23,17 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restore what `random_states` returned; other entries of `states` are ignored."""
+def set_random_states(states: Mapping[str, Any], everyones: bool = True) -> None:
+    """Restore what `random_states` returned; other entries of `states` are ignored.
+
+    Args:
+        states: Includes the saved states.
+        everyones: Whether to restore the generators of Python and NumPy, which other threads use, too.
+    """
     if states["keras"] is not None:
         tf_variable(global_seed_variable(create=True)).assign(states["keras"])
+    if not everyones:
+        return
     # Last, as Keras may just have seeded a new global generator from Python's random numbers.
     version, numbers, gauss = states["random"]
     with global_random.IN_USE:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.errors import UsageError, require_integer
 
@@ -21,9 +23,9 @@ class Checkpoints:
             warning each time.
         preemption_file: Path of a file; when it appears on the host of any rank, the training saves and exits as on
             SIGTERM. Checked about once a second. For clouds that announce preemption by other means than a signal.
-        mirror: URL of a folder, in any storage that fsspec supports (s3://, gs://, file://), to which each checkpoint
-            is copied. A run resumes from there if it has a newer checkpoint than run_dir. Other files in run_dir are
-            not copied.
+        mirror: URL or path of a folder, in any storage that fsspec supports (s3://, gs://, file://), to which each
+            checkpoint is copied. A run resumes from there if it has a newer checkpoint than run_dir. Other files in
+            run_dir are not copied.
 
     Raises:
         UsageError: If a value is out of range.
@@ -34,7 +36,7 @@ class Checkpoints:
     every_minutes: float | None = None
     max_failures: int | None = None
     preemption_file: str | Path | None = None
-    mirror: str | None = None
+    mirror: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         require_integer("Checkpoints: keep", self.keep, 2)
@@ -44,3 +46,12 @@ class Checkpoints:
         minutes = self.every_minutes
         if minutes is not None and not (isinstance(minutes, Real) and minutes > 0):
             raise UsageError(f"Checkpoints: every_minutes={minutes!r}: pass a positive number")
+        for name in ("preemption_file", "mirror"):
+            value = getattr(self, name)
+            if not isinstance(value, str | os.PathLike | None):
+                raise UsageError(f"Checkpoints: {name}={value!r}: pass a path")
+
+    def facts(self) -> dict[str, Any]:
+        """Return the values that must be the same on every rank."""
+        paths = ("preemption_file", "mirror")
+        return {name: value for name, value in vars(self).items() if name not in paths}

@@ -137,30 +137,35 @@ class TrainingState:
             variable.assign(value)
         return arrays
 
-    def give(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Any:
+    def give(
+        self,
+        arrays: State | None,
+        ranks: list[Own] | None,
+        alike: bool,
+        generators: bool = True,
+    ) -> list[Any]:
         """Restore what `variables` and `own` returned. A collective.
 
         Args:
             arrays: Variables, on rank 0; ignored on other ranks.
             ranks: Own state of each rank, on rank 0; ignored on other ranks.
             alike: Whether number and layout of the ranks are the same as when the state was saved.
+            generators: Whether to restore Python's and NumPy's random generators, too.
 
         Returns:
-            The `of_process` of this rank; that of rank 0 if the ranks are not alike.
+            The `of_process` of each rank that saved.
 
         Raises:
             UsageError: On all ranks, if the variables differ from the saved ones; names the first one.
         """
-        own = self.give_variables(arrays, ranks, alike)
-        set_random_states(own)
-        return own["process"]
+        everyone = self.give_variables(arrays, ranks, alike)
+        set_random_states(everyone[self._ranks.rank() if alike else 0], generators)
+        return [own["process"] for own in everyone]
 
-    def give_variables(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Own:
-        """Restore as `give` does, except the state of the process.
-
-        Returns:
-            The own state of this rank as saved; that of rank 0 if the ranks are not alike.
-        """
+    def give_variables(
+        self, arrays: State | None, ranks: list[Own] | None, alike: bool
+    ) -> list[Own]:
+        """Restore as `give` does, except the state of the process; return the own states of the ranks as saved."""
         scatter(self._pieces(), arrays, self._ranks)
         refresh_constants(self._model)
         everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
@@ -169,9 +174,9 @@ class TrainingState:
             _assign(own_variables(self._model), own["variables"])
             if self._rounds is not None:
                 self._rounds.restore(own["round"])
-            return own
-        self._give_others(everyone)
-        return everyone[0]
+        else:
+            self._give_others(everyone)
+        return everyone
 
     def _give_others(self, everyone: Sequence[Own]) -> None:
         """Restore the ranks' own states on other ranks: merged, as one process would have them."""

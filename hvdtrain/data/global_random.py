@@ -36,11 +36,18 @@ def drawing_from(*seed: int) -> Iterator[Callable[[], bool]]:
         before = states()
         random.seed(str(seed))
         np.random.seed(np.random.SeedSequence(seed).generate_state(8))
-        begun = _comparable(*states())
         try:
-            yield lambda: _comparable(*states()) != begun
+            with watched() as drawn:
+                yield drawn
         finally:
             set_states(*before)
+
+
+@contextmanager
+def watched() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether a number has been drawn in this block."""
+    begun = _comparable(*states())
+    yield lambda: _comparable(*states()) != begun
 
 
 def _comparable(python: Any, numpy: Any) -> tuple[Any, ...]:

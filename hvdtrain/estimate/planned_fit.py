@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from hvdtrain.estimate.planned_engine import SimulatedHorovod
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.strategies.runner import Runner
-    from hvdtrain.trainer.loop import FitPlan, Loop
+    from hvdtrain.trainer.loop import Loop
+    from hvdtrain.trainer.plans import FitPlan
 
 BYTES_PER_OPERATION = 16_000
 """Memory of an operation in the step's graph, in Python, in TensorFlow and in its executor."""

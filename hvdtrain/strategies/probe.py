@@ -33,6 +33,7 @@ from hvdtrain.keras_internals.models import (
 )
 from hvdtrain.keras_internals.optimizers import gradients_taken
 from hvdtrain.keras_internals.variables import (
+    global_seed_variable,
     seed_variables,
     tf_variable,
     unique,
@@ -109,13 +110,11 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
     size = int(tf.nest.flatten(data)[0].shape[0])
     if size == outputs_read_as_rows(model, data) > 2:
         return probe(model, _rows(data, 0, size - 1), step)
-    cut = _cut(size, outputs_read_as_rows(model, data))
-    parts = [_rows(data, 0, cut), _rows(data, cut, size)]
-    shares = [cut / size, (size - cut) / size]
+    parts, shares = _in_parts(model, data)
     verdict, moves = _verdict(model, data, parts, shares, step)
     if verdict.as_mean is False and not verdict.as_sum and verdict.gap < NEAR_A_KINK:
         aside = _aside(data)
-        others = [_rows(aside, 0, cut), _rows(aside, cut, size)]
+        others, _ = _in_parts(model, aside)
         again, _ = _verdict(model, aside, others, shares, step)
         verdict = again if again.as_mean else verdict
     kinds = _kinds(model, data, parts, shares) if moves else Kinds()
@@ -144,10 +143,7 @@ def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
         with in_step(own), in_trial():
             return float(model._compute_loss(x, y, model(x, training=False), weights, False))
 
-    size = int(tf.nest.flatten(data)[0].shape[0])
-    cut = _cut(size, outputs_read_as_rows(model, data))
-    parts = [_rows(data, 0, cut), _rows(data, cut, size)]
-    shares = [cut / size, (size - cut) / size]
+    parts, shares = _in_parts(model, data)
     try:
         with unchanged(model), _repeatable(model):
             whole, again = loss_of(data, None), loss_of(data, None)
@@ -160,6 +156,13 @@ def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
         if abs(found - whole) <= _tolerance(model) * abs(whole):
             return kind
     return "other"
+
+
+def _in_parts(model: keras.Model, data: Any) -> tuple[list[Any], list[float]]:
+    """Return two uneven parts of `data`, and their shares."""
+    size = int(tf.nest.flatten(data)[0].shape[0])
+    cut = _cut(size, outputs_read_as_rows(model, data))
+    return [_rows(data, 0, cut), _rows(data, cut, size)], [cut / size, (size - cut) / size]
 
 
 def _cut(size: int, outputs: int) -> int:
@@ -406,6 +409,10 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     kept = [*model.non_trainable_variables, *model.metrics_variables, *counted]
     kept += untracked_variables(model)
+    if (seed := global_seed_variable(create=False)) is not None:
+        kept.append(
+            seed
+        )  # The next draw must be the same as without a probe, as in the run that is resumed.
     if not trains_by_keras(model):
         kept += model.trainable_variables
     targets = [tf_variable(v) for v in unique(kept)]

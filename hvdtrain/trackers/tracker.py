@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hvdtrain.errors import UsageError
 
@@ -33,6 +33,7 @@ class RunFacts:
         return None if self.run_dir is None else self.run_dir.resolve().name
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Interface of a tracker for `Trainer(trackers=[...])`: any class with these methods.
 

@@ -49,12 +49,15 @@ class Tracking:
         run_dir: Folder of the run, which keeps the trackers' ids for it.
 
     Raises:
-        UsageError: If a name is not known, a package is missing, or two trackers are of one class.
+        UsageError: If a name is not known, a package is missing, something is no tracker, or two trackers are of one
+            class.
     """
 
     def __init__(
-        self, trackers: str | Tracker | Sequence[str | Tracker], run_dir: str | Path | None
+        self, trackers: str | Tracker | Sequence[str | Tracker] | None, run_dir: str | Path | None
     ) -> None:
+        if trackers is None:
+            trackers = ()
         if isinstance(trackers, str) or not isinstance(trackers, Sequence):
             trackers = [trackers]
         self._trackers = {type(one).__name__: one for one in map(_tracker, trackers)}
@@ -175,6 +178,11 @@ class _Feed:
 
 def _tracker(given: str | Tracker) -> Tracker:
     if not isinstance(given, str):
+        if isinstance(given, type) or not isinstance(given, Tracker):
+            raise UsageError(
+                f"trackers={given!r}: pass names, or objects with the methods of"
+                f" hvdtrain.trackers.Tracker"
+            )
         return given
     if given not in KNOWN:
         names = ", ".join(map(repr, KNOWN))

@@ -127,6 +127,16 @@ class _SavedTogether:
         return getattr(self._model, name)
 
 
+def callback_facts(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, Any]:
+    """Return what the ranks compare of their callbacks: classes, and whether collectives follow from them."""
+    methods = (TRAIN_METHODS, TEST_METHODS)
+    return {
+        "callbacks": [type(callback).__name__ for callback in callbacks],
+        "callbacks look at batches": [need_global_batches(callbacks, names) for names in methods],
+        "callbacks save within epochs": save_within_epochs(callbacks),
+    }
+
+
 def need_global_batches(
     callbacks: Sequence[keras.callbacks.Callback], methods: Sequence[str]
 ) -> bool:
@@ -142,7 +152,7 @@ def need_global_batches(
     return any(_looks_at_batches(callback, methods) for callback in callbacks)
 
 
-def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback], sync: Any) -> bool:
+def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback], sync: Any = None) -> bool:
     """Whether a callback may save after any step; the same on every rank, as in `need_global_batches`.
 
     Args:

@@ -122,7 +122,8 @@ class LossWatch:
         self._part = part
         self._run_dir = run_dir
         self._skipped = skipped
-        self._told_skipped = 0
+        # An earlier fit may have skipped some.
+        self._told_skipped = 0 if skipped is None else skipped.count
         self._spoilt: int | None = None  # Epoch whose running mean of the loss stays nan.
         self._rewind = rewind
         self._rewound: list[int] = []  # Step of the checkpoint restored each time.

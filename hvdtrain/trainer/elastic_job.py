@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from horovod.common.elastic import notification_manager
 
@@ -19,7 +19,11 @@ from hvdtrain.environment import START_FOLDER
 from hvdtrain.errors import EngineError, HvdtrainError
 from hvdtrain.messages import logger
 from hvdtrain.rank_variables import is_elastic
+from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.worker.elastic_place import place_in_job
+
+if TYPE_CHECKING:
+    from hvdtrain.trainer.resume import FitCheckpoints
 
 STARTED_AGAIN = "HVDTRAIN_STARTED_AGAIN"
 """Variable that holds the number of saved steps, and how often the script has restarted since they were saved."""
@@ -119,3 +123,18 @@ def _given() -> dict[str, str]:
     environ = dict(one.split("=", 1) for one in found if "=" in one)
     # A program that sets its title in `ps` overwrites this memory.
     return environ if is_elastic(environ) else dict(os.environ)
+
+
+@contextmanager
+def in_job(rank: Rank, saved: FitCheckpoints | None) -> Iterator[None]:
+    """Convert the failure of a collective in this block to an EngineError.
+
+    In an elastic job whose Trainer has checkpoints, restart the script instead.
+    """
+    try:
+        with engine_errors(rank):
+            yield
+    except (EngineError, WorkersChanged) as error:
+        if saved is None or not is_elastic(os.environ):
+            raise
+        start_again(error, saved.saved_steps, saved.exists)

@@ -31,6 +31,11 @@ def scale_learning_rate(optimizer: Any, scaling: str, workers: int) -> None:
         optimizer.learning_rate = float(optimizer.learning_rate) * factor
 
 
+def scaled_by(scaling: str, workers: int) -> str:
+    """Return `scaling` with what it depends on, in words."""
+    return scaling if scaling == "none" else f"{scaling} in {workers} workers"
+
+
 @dataclass(frozen=True)
 class Ramp:
     """The warm-up of one optimizer.
@@ -55,15 +60,17 @@ class WarmUp(keras.callbacks.Callback):
     Args:
         ramps: Optimizers with their learning rates at the beginning and end.
         epochs: Length of the warm-up in epochs; need not be whole.
-        steps_per_epoch: Number of steps in an epoch.
+        steps_per_epoch: Number of steps in an epoch; None: unknown.
 
     Raises:
-        UsageError: If `epochs` is not a number of at least 0.
+        UsageError: If `epochs` is not a number of at least 0, or `steps_per_epoch` is unknown.
     """
 
-    def __init__(self, ramps: Sequence[Ramp], epochs: Any, steps_per_epoch: int) -> None:
+    def __init__(self, ramps: Sequence[Ramp], epochs: Any, steps_per_epoch: int | None) -> None:
         if not isinstance(epochs, Real) or not float(epochs) >= 0:
             raise UsageError(f"warmup_epochs={epochs!r}: pass a number of epochs, 0 or more")
+        if steps_per_epoch is None:
+            raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
         super().__init__()
         self._ramps = ramps
         self._steps_per_epoch = steps_per_epoch

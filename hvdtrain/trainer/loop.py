@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,52 +37,13 @@ from hvdtrain.trainer.callback_ranks import (
 )
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.fit_record import FitRecord
+from hvdtrain.trainer.plans import EvaluatePlan, FitPlan
 from hvdtrain.trainer.progress import Progress, Show, showing
 from hvdtrain.trainer.resume import FitCheckpoints
 from hvdtrain.trainer.run_facts import facts_of
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import StragglerWatch
 from hvdtrain.worker.heartbeat import in_phase
-
-
-@dataclass(frozen=True)
-class FitPlan:
-    """What one call of `fit` will do; the same on every rank except for `verbose`.
-
-    Attributes:
-        train: Training data.
-        validation: Validation data, if any.
-        initial_epoch: Index of the first epoch, from 0.
-        epochs: Number of the last epoch, from 1.
-        validation_freq: Number of epochs between validations, or the numbers of the epochs, from 1, to validate after.
-        callbacks: The user's callbacks, the same list on every rank.
-        verbose: What to print: 0, 1 or 2; see `resolve_verbose`.
-    """
-
-    train: Source
-    validation: Source | None
-    initial_epoch: int
-    epochs: int
-    validation_freq: int | Collection[int]
-    callbacks: Sequence[keras.callbacks.Callback]
-    verbose: int
-
-    def validates_after(self, epoch: int) -> bool:
-        """Whether to validate at the end of the epoch with index `epoch`, from 0."""
-        if self.validation is None:
-            return False
-        if not isinstance(self.validation_freq, Collection):
-            return (epoch + 1) % self.validation_freq == 0
-        return epoch + 1 in self.validation_freq
-
-
-@dataclass(frozen=True)
-class EvaluatePlan:
-    """What one call of `evaluate` will do; its fields are those of FitPlan."""
-
-    source: Source
-    callbacks: Sequence[keras.callbacks.Callback]
-    verbose: int
 
 
 @dataclass(frozen=True)
@@ -158,6 +119,7 @@ class Loop:
         # A callback may have restored state on rank 0 alone: all ranks continue with rank 0's.
         initial_epoch = int(self.model._initial_epoch or plan.initial_epoch)
         first = int(ALL_RANKS.broadcast(initial_epoch, 0, "hvdtrain_initial_epoch"))
+        self.model._initial_epoch = None  # Not for the next fit.
         if self.saved is None:
             self.record.in_run_dir(lambda run_dir: run_dir.begin(first))
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
@@ -168,7 +130,8 @@ class Loop:
         if resumed is not None:
             self.record.announce(resumed.describe(plan.epochs))
             if not resumed.stopped and resumed.epoch < plan.epochs:
-                self._skip(plan, first, resumed)
+                with self._reading_again():
+                    self._skip(plan, first, resumed)
             # Within an epoch, only after the data has been skipped; but nothing follows the last epoch.
             if resumed.step == 0 or resumed.epoch >= plan.epochs:
                 self._restore()
@@ -190,7 +153,7 @@ class Loop:
                     raise self.saved.preempted()
             if stopped:
                 break
-        if plan.epochs > first:
+        if plan.epochs > first and self.model.optimizer is not None:
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
         with backups_kept(own):
             callbacks.on_train_end(logs)
@@ -274,13 +237,14 @@ class Loop:
         if self.saved is not None:
             self.saved.seen = 0
         if skip:
-            seen = None if plan.train.agreed else checksum_of(itertools.islice(shares, skip))
-            first = list(itertools.islice(shares, 1))
+            with self._reading_again():
+                seen = None if plan.train.agreed else checksum_of(itertools.islice(shares, skip))
+                first = list(itertools.islice(shares, 1))
             if self.probe and first:  # Before the state is restored, which the probe may change.
                 self.strategy.probe(self.steps, first[0])
             shares = itertools.chain(first, shares)
             # After on_epoch_begin: it ran for this epoch before the checkpoint, and may now have changed state again.
-            self._restore()
+            self._restore(within_epoch=True)
             if self.saved is not None and seen is not None:
                 self.saved.require_seen(seen)
         # As in Keras, an epoch that is stopped before it begins has one step.
@@ -412,9 +376,13 @@ class Loop:
             evaluations = [0 for epoch in validated if plan.validates_after(epoch)]
             plan.validation.skip(evaluations, part.index, part.count)
 
-    def _restore(self) -> None:
+    def _reading_again(self) -> AbstractContextManager[None]:
         assert self.saved is not None
-        self.saved.give(self.model)
+        return self.saved.reading_again()
+
+    def _restore(self, within_epoch: bool = False) -> None:
+        assert self.saved is not None
+        self.saved.give(self.model, within_epoch)
 
     def _save_if_due(self, saved: FitCheckpoints, step_logs: Logs, epoch: int, done: int) -> None:
         """Save a checkpoint if one is due.

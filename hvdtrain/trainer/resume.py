@@ -34,10 +34,10 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, raise_alike
 from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.metrics import read_state, write_state
+from hvdtrain.data import global_random
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import (
     DivergedError,
-    EngineError,
     HvdtrainError,
     Preempted,
     UsageError,
@@ -45,11 +45,10 @@ from hvdtrain.errors import (
 )
 from hvdtrain.keras_internals.optimizers import rate_variable
 from hvdtrain.rank_variables import is_elastic
-from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.step_metrics import StepLogs
 from hvdtrain.strategies.strategy import Logs, Strategy
-from hvdtrain.trainer.elastic_job import WorkersChanged, resume_after_restart, start_again
+from hvdtrain.trainer.elastic_job import WorkersChanged, resume_after_restart
 from hvdtrain.trainer.preemption import Preemption
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.run_facts import refuse_changes, refuse_parts
@@ -94,6 +93,7 @@ class FitCheckpoints:
         self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
         self._alike = True
+        self._data_draws = False
         self._writing: BackgroundWrite | None = None
         self._failures: list[str] = []  # Failed saves in a row, on rank 0.
         # Step of the newest checkpoint that this process has written; on all ranks after the last save.
@@ -152,7 +152,7 @@ class FitCheckpoints:
     def _open(self, initial_epoch: int, resume: str) -> dict[str, Any] | None:
         path, began = str(self._run_dir.path), self._folder.is_dir()
         if self._schedule.mirror is not None:
-            self._mirror = Mirror(self._schedule.mirror, self._schedule.keep)
+            self._mirror = Mirror(os.fspath(self._schedule.mirror), self._schedule.keep)
             self._claim(initial_epoch, began)
             found = newest(self._folder)
             steps = -1 if found is None else found.facts["position"]["steps"]
@@ -193,8 +193,20 @@ class FitCheckpoints:
         self._lock = lock_folder(self._folder, self._name)
         self._run_dir.keep = self._keep_folder
 
-    def give(self, model: keras.Model) -> None:
+    @contextmanager
+    def reading_again(self) -> Iterator[None]:
+        """Note whether the data draws random numbers as it is read again in this block."""
+        with global_random.watched() as drawn:
+            yield
+            self._data_draws |= drawn()
+
+    def give(self, model: keras.Model, within_epoch: bool) -> None:
         """Restore the model and the callbacks from the checkpoint that `opened` found. A collective.
+
+        Args:
+            model: Model with its optimizer and metrics.
+            within_epoch: Whether the data of this epoch is being read. If it draws random numbers, its thread has
+                advanced Python's and NumPy's generators to where they must be.
 
         Raises:
             UsageError: On all ranks, if the model or its optimizer differs from the saved one; names the first
@@ -203,14 +215,17 @@ class FitCheckpoints:
         found, self._found = self._found, None
         arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
         try:
-            states = self._state_of(model).give(arrays, ranks, self._alike)
+            keep = within_epoch and self._data_draws
+            everyone = self._state_of(model).give(arrays, ranks, self._alike, not keep)
         except UsageError as error:
             raise UsageError(
                 f"The checkpoints in {str(self._folder)!r} belong to another model or optimizer: {error}. "
                 "Choose a new run_dir, or restore the model"
             ) from error
-        self.seen = states["seen"]
-        self.callbacks.give(states["callbacks"])
+        rank = ALL_RANKS.rank()
+        # Ranks that divide the model in another way still read the same data.
+        self.seen = everyone[rank if len(everyone) == ALL_RANKS.size() else 0]["seen"]
+        self.callbacks.give(everyone[rank if self._alike else 0]["callbacks"])
 
     def rewind(self, model: keras.Model, epoch: int, epoch_ends: bool) -> int | None:
         """Restore only the model from the newest checkpoint; data and callbacks continue. A collective.
@@ -250,7 +265,9 @@ class FitCheckpoints:
         rate = rate_variable(model.optimizer)
         # Callbacks, which continue, have set it for this epoch.
         kept = None if rate is None else rate.numpy()
-        own = self._state_of(model).give_variables(arrays, ranks, position["alike"])
+        alike = position["alike"]
+        everyone = self._state_of(model).give_variables(arrays, ranks, alike)
+        own = everyone[ALL_RANKS.rank() if alike else 0]
         self.callbacks.exchange_averages(own["process"]["callbacks"])
         if rate is not None:
             rate.assign(kept)
@@ -434,21 +451,6 @@ class FitCheckpoints:
             f"The checkpoint after step {writing.step} could not be copied to {self._schedule.mirror!r}: {error}. "
             "Training continues"
         )
-
-
-@contextmanager
-def in_job(rank: Rank, saved: FitCheckpoints | None) -> Iterator[None]:
-    """Convert the failure of a collective in this block to an EngineError.
-
-    In an elastic job whose Trainer has checkpoints, restart the script instead.
-    """
-    try:
-        with engine_errors(rank):
-            yield
-    except (EngineError, WorkersChanged) as error:
-        if saved is None or not is_elastic(os.environ):
-            raise
-        start_again(error, saved.saved_steps, saved.exists)
 
 
 def fit_checkpoints(

@@ -94,9 +94,9 @@ class EpochTable:
     def append(self, rows: Sequence[dict[str, Any]], columns: list[str]) -> None:
         """Add the lines of one epoch.
 
-        The first call fixes the columns, and keeps the lines of earlier epochs. If the file has been removed, a new one
-        begins. If it cannot be written, for instance on a full disk, the user is warned once, and the lines are written
-        with those of a later epoch.
+        The first call keeps the lines of earlier epochs, and a new column is added after the others. If the file has
+        been removed, a new one begins. If it cannot be written, for instance on a full disk, the user is warned once,
+        and the lines are written with those of a later epoch.
 
         Args:
             rows: Values by column name, one dict per line; each has "epoch", from 1.
@@ -105,8 +105,11 @@ class EpochTable:
         self._waiting += rows
         try:
             self._keep()
+            known = [*dict.fromkeys([*self._columns, *columns])]
             if not (self._columns and self._path.exists()):
-                self._begin(self._waiting[0]["epoch"], self._columns or columns)
+                self._begin(known, before=self._waiting[0]["epoch"])
+            elif known != self._columns:
+                self._begin(known)
             self._write()
         except (OSError, csv.Error) as error:
             if not self._warned:
@@ -130,20 +133,24 @@ class EpochTable:
                 raise
         self._waiting.clear()
 
-    def _begin(self, epoch: int, columns: list[str]) -> None:
-        """Write the header and the lines of epochs before `epoch`, which an earlier process has trained."""
-        before: list[dict[str, str]] = []
+    def _begin(self, columns: list[str], before: int | None = None) -> None:
+        """Write the header and the lines so far; of a file that an earlier process began, those of epochs `before`."""
+        kept: list[dict[str, str]] = []
         if self._path.exists():
             with _open(self._path, "r") as file:
                 reader = csv.DictReader(file)
                 columns = [*dict.fromkeys([*(reader.fieldnames or ()), *columns])]
                 numbers = ((row.get("epoch", "0") or "", row) for row in reader)
-                before = [row for n, row in numbers if n.isdecimal() and int(n) < epoch]
+                kept = [row for n, row in numbers if before is None or _is_before(n, before)]
         with replacing(self._path) as temporary, _open(temporary, "w") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
-            writer.writerows(before)
+            writer.writerows(kept)
         self._columns = columns
+
+
+def _is_before(epoch: str, limit: int) -> bool:
+    return epoch.isdecimal() and int(epoch) < limit
 
 
 def _open(path: Path, mode: str) -> IO[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ from hvdtrain.collectives.consistency import alike
 from hvdtrain.data import ShardedSource, Source
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import optimizers_of
+from hvdtrain.rank_variables import is_elastic
 from hvdtrain.trainer.setup import samples_of, source_facts
 
 CONFIG = (
     "optimizer",
     "global_batch_size",
-    "learning_rate",
     "learning_rate_scaling",
+    "learning_rate",
     "precision",
     "seed",
     "steps_per_execution",
@@ -51,7 +53,8 @@ def facts_of(
 
     Raises:
         UsageError: If the fit could not be resumed exactly: the order of the data differs from process to process, the
-            model has several optimizers, or BackupAndRestore is used.
+            model has several optimizers, or none in compile, the learning rate depends on the number of workers of an
+            elastic job, or BackupAndRestore is used.
     """
     for what, data in (("training", source), ("validation", validation)):
         if data is not None and data.unrepeatable:
@@ -61,6 +64,15 @@ def facts_of(
             )
     if len(optimizers_of(model)) > 1:
         raise UsageError("checkpoints works with one optimizer, and the model has several")
+    if model.optimizer is None:
+        raise UsageError(
+            "checkpoints works with the optimizer of compile: pass the optimizer to it"
+        )
+    if config["learning_rate_scaling"] != "none" and is_elastic(os.environ):
+        raise UsageError(
+            "learning_rate_scaling depends on the number of workers, which changes in an elastic job: "
+            "leave it out, and pass the learning rate to train with"
+        )
     if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
         raise UsageError("checkpoints replace BackupAndRestore: leave BackupAndRestore out")
     reading = source.reading

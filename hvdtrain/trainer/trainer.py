@@ -31,11 +31,13 @@ from hvdtrain.strategies.skipped_steps import count_skipped_steps, skipping
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trackers.tracking import Tracking
 from hvdtrain.trainer.divergence import checked_policy, loss_watch
+from hvdtrain.trainer.elastic_job import in_job
 from hvdtrain.trainer.fit_record import FitRecord
-from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
-from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
+from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate, scaled_by
+from hvdtrain.trainer.loop import Loop, predict
+from hvdtrain.trainer.plans import EvaluatePlan, FitPlan
 from hvdtrain.trainer.progress import Progress, resolve_verbose, showing
-from hvdtrain.trainer.resume import fit_checkpoints, in_job
+from hvdtrain.trainer.resume import fit_checkpoints
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     Compiled,
@@ -135,7 +137,7 @@ class Trainer:
         precision: str | None = None,
         run_dir: str | Path | None = None,
         checkpoints: Checkpoints | None = None,
-        trackers: str | Tracker | Sequence[str | Tracker] = (),
+        trackers: str | Tracker | Sequence[str | Tracker] | None = None,
         resume: Literal["auto", "never", "must"] = "auto",
         seed: int = 0,
         jit_compile: bool = False,
@@ -191,7 +193,9 @@ class Trainer:
             "global_batch_size": global_batch_size,
             "guard": guard,
             "jit_compile": jit_compile,
-            "learning_rate_scaling": learning_rate_scaling,
+            "learning_rate_scaling": scaled_by(learning_rate_scaling, self.strategy.workers),
+            "on_nan": on_nan,
+            "checkpoints": None if checkpoints is None else checkpoints.facts(),
             "learning_rate": one_or_all([ramp.target for ramp in self._ramps]),
             "optimizer": one_or_all([type(ramp.optimizer).__name__ for ramp in self._ramps]),
             "probe": probe,
@@ -286,14 +290,11 @@ class Trainer:
             validation = self._source(validation_data, None, None, validation_steps)
         require_labels(self.model, train, validation)
         if self._warmup_epochs:
-            if train.steps_per_epoch is None:
-                raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
-            warm_up = WarmUp(self._ramps, self._warmup_epochs, train.steps_per_epoch)
-            callbacks = [warm_up, *callbacks]
-        shown = resolve_verbose(verbose, self.rank)
-        plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, shown)
-        facts = {"epochs": epochs, "callbacks": [type(c).__name__ for c in callbacks]}
-        facts["run_dir is given"] = self._run_dir is not None
+            rising = WarmUp(self._ramps, self._warmup_epochs, train.steps_per_epoch)
+            callbacks = [rising, *callbacks]
+        show = resolve_verbose(verbose, self.rank)
+        plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, show)
+        facts = plan.facts() | {"run_dir is given": self._run_dir is not None}
         with in_job(self.rank, self._saved):
             return self._prepare(train, "training", facts, validation).fit(plan)
 
@@ -336,9 +337,8 @@ class Trainer:
         source = self._source(x, y, sample_weight, steps, sharded)
         require_labels(self.model, source)
         plan = EvaluatePlan(source, as_callbacks(callbacks), resolve_verbose(verbose, self.rank))
-        facts = {"callbacks": [type(c).__name__ for c in plan.callbacks]}
         with in_job(self.rank, self._saved):
-            logs = self._prepare(source, "evaluation", facts).evaluate(plan)
+            logs = self._prepare(source, "evaluation", plan.facts()).evaluate(plan)
         return logs if return_dict else values_in_order(self.model, logs)
 
     @without_library_frames

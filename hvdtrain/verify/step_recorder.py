@@ -29,7 +29,8 @@ from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.step_metrics import StepLogs
 from hvdtrain.strategies.strategy import Logs
 from hvdtrain.trackers.tracking import Tracking
-from hvdtrain.trainer.loop import FitPlan, Loop
+from hvdtrain.trainer.loop import Loop
+from hvdtrain.trainer.plans import FitPlan
 from hvdtrain.verify.model_facts import facts_of
 from hvdtrain.verify.recording import RecordedStep, write_facts, write_step
 

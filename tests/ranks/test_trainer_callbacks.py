@@ -100,6 +100,7 @@ def test_evaluate_in_a_step(results: Results) -> None:
 def test_backup_and_restore(results: Results) -> None:
     for found in results.of("case_backup_and_restore"):
         assert found["epochs"] == 3
+        assert found["epochs of the next fit"] == 2
         assert found["weights"] == 0
 
 

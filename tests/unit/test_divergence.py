@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,16 @@ def test_several_optimizers_do_not_skip() -> None:
 
     with pytest.raises(hvdtrain.UsageError, match="models with one optimizer, and Two has 2"):
         hvdtrain.Trainer(build, "sgd", "mse", global_batch_size=BATCH, on_nan="skip")
+
+
+def test_steps_skipped_by_an_earlier_fit_are_not_told_again(tmp_path: Path) -> None:
+    one = trainer(tmp_path, on_nan="skip")
+    with pytest.warns(UserWarning, match="skipped"):
+        one.fit(*data(), verbose=0)
+    good = np.ones((EXAMPLES, 3), "float32")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*skipped")
+        one.fit(good, good[:, :1], verbose=0)
 
 
 def test_training_that_skips_nothing_is_the_same_to_the_bit(tmp_path: Path) -> None:

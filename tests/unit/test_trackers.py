@@ -299,6 +299,8 @@ def test_status(how: str, status: str) -> None:
     [
         ("mlfow", r"trackers='mlfow': choose from .* Did you mean 'mlflow'\?"),
         ([Kept(), Kept()], "pass at most one of each class"),
+        ([None], "trackers=None: pass names, or objects with the methods"),
+        (Kept, "trackers=<class .*Kept'>: pass names, or objects"),
     ],
 )
 def test_wrong_trackers(trackers: Any, message: str) -> None:

@@ -254,3 +254,50 @@ def test_a_model_with_two_optimizers_is_saved_and_loaded(tmp_path: Path) -> None
     second.model.load_weights(tmp_path / "m.weights.h5")
     for ours, theirs in zip(second.model.weights, first.model.weights, strict=True):
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+class Owning(keras.Model):
+    """Its optimizer is an attribute: compile has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.own = layers.Dense(1), keras.optimizers.SGD(0.1)
+
+    def compile(self) -> None:
+        super().compile(optimizer=None)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        self.own.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def owning() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = Owning()
+    model.compile()
+    model.build((None, 3))
+    return model
+
+
+def test_a_model_that_is_compiled_without_an_optimizer(tmp_path: Path) -> None:
+    plain = owning()
+    plain.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    trainer = hvdtrain.Trainer(owning, global_batch_size=BATCH, run_dir=tmp_path / "a")
+    trainer.fit(X, Y, shuffle=False, verbose=0)
+    for found, wanted in zip(trainer.model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=EXACT)
+    assert (tmp_path / "a" / "model.keras").is_file()
+    saving = hvdtrain.Trainer(
+        owning,
+        global_batch_size=BATCH,
+        run_dir=tmp_path / "b",
+        checkpoints=hvdtrain.Checkpoints(),
+    )
+    with pytest.raises(UsageError, match="the optimizer of compile"):
+        saving.fit(X, Y, verbose=0)

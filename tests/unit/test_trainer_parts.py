@@ -183,7 +183,7 @@ def test_run_dir(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "a" / "b")
     run_dir.begin(0)
     run_dir.write_config({"seed": 1, "path": Path("x")})
-    row = {"epoch": 1, "loss": 0.5, "val_loss": 1.0, "learning_rate": 0.1}
+    row = {"epoch": 1, "loss": 0.5, "val_loss": 1.0, "another": 2, "learning_rate": 0.1}
     run_dir.metrics.append([{"epoch": 1, "loss": 0.25}], ["epoch", "loss", "val_loss"])
     run_dir.metrics.append([row], ["another"])
     run_dir.begin(0)
@@ -191,11 +191,11 @@ def test_run_dir(tmp_path: Path) -> None:
         RunDir(tmp_path / "a" / "b").begin(0)
     with (run_dir.path / "metrics.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [
-            {"epoch": "1", "loss": "0.25", "val_loss": ""},
-            {"epoch": "1", "loss": "0.5", "val_loss": "1.0"},
+            {"epoch": "1", "loss": "0.25", "val_loss": "", "another": ""},
+            {"epoch": "1", "loss": "0.5", "val_loss": "1.0", "another": "2"},
         ]
     run_dir.metrics.append([{"loss": np.array([0.5, 1.0])}], [])
-    assert (run_dir.path / "metrics.csv").read_text().endswith(',"[0.5, 1.0]",\n')
+    assert (run_dir.path / "metrics.csv").read_text().endswith(',"[0.5, 1.0]",,\n')
     assert json.loads((run_dir.path / "config.json").read_text()) == {"path": "x", "seed": 1}
     Strategy().save(small(), run_dir.model)
     assert sorted(p.name for p in run_dir.path.iterdir()) == [

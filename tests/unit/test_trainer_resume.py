@@ -310,6 +310,9 @@ def test_a_schedule_that_cannot_work() -> None:
             Checkpoints(every_minutes=minutes)
     with pytest.raises(UsageError, match="keep=1"):
         Checkpoints(keep=1)
+    for name in ("mirror", "preemption_file"):
+        with pytest.raises(UsageError, match=f"{name}=3: pass a path"):
+            Checkpoints(**{name: 3})  # type: ignore[arg-type]
 
 
 def test_a_csv_logger_goes_on_without_the_lines_that_come_again(tmp_path: Path) -> None:

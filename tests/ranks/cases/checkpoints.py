@@ -178,6 +178,18 @@ def generator(run_dir: Path) -> tuple[Any, Any]:
     return batches, (x[:20], y[:20])
 
 
+def noisy(run_dir: Path) -> tuple[Any, Any]:
+    """Adds numbers from NumPy's generator, which the thread that reads ahead draws."""
+    x, y = data()
+
+    def batches() -> Iterator[Any]:
+        for begin in range(0, EXAMPLES, BATCH):
+            rows = slice(begin, begin + BATCH)
+            yield x[rows] + np.random.normal(size=x[rows].shape).astype(np.float32), y[rows]
+
+    return batches, (x[:20], y[:20])
+
+
 def changed(run_dir: Path) -> tuple[Any, Any]:
     batches, validation = generator(run_dir)
     return lambda: reversed(list(batches())), validation
@@ -197,6 +209,7 @@ SOURCES: dict[str, Callable[[Path], tuple[Any, Any]]] = {
     "PyDataset": items,
     "tf.data": dataset,
     "generator": generator,
+    "noisy generator": noisy,
     "changed generator": changed,
     "live generator": lambda run_dir: (generator(run_dir)[0](), None),
     "sharded": divided,
@@ -331,11 +344,26 @@ def summing(units: int) -> keras.Model:
     return Summing(inputs, layers.Dense(3)(layers.Dense(units, activation="tanh")(inputs)))
 
 
+class Noise(keras.layers.Layer):
+    """Draws from Keras's global generator, of which the model does not know."""
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return x + keras.random.normal(tf.shape(x)) if training else x
+
+
+def drawing(units: int) -> keras.Model:
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    return keras.Sequential([keras.Input((6,)), layers.Dense(units), Noise(), layers.Dense(3)])
+
+
 def case_exact() -> dict[str, list[str]]:
     """Ends: at the first step, within an epoch, at the last step of one, at the first of another; the last step."""
     return {
         "twice within epochs": ended_and_resumed("adam", 3, [5, STEPS + 4]),
         "last and first step": ended_and_resumed("adam", 1, [STEPS, 2, 1, STEPS]),
+        "numbers of Keras": ended_and_resumed("momentum", 3, [STEPS + 2], network=drawing),
         "a loss that is a sum": ended_and_resumed("momentum", 3, [5], network=summing),
     }
 
@@ -354,6 +382,7 @@ def case_data() -> dict[str, list[str]]:
     return {
         "sharded": ended_and_resumed("adam", 3, [STEPS + 5], source="sharded", epochs=3),
         "generator, 5 steps": ended_and_resumed("adam", 3, [9], **options),
+        "noisy": ended_and_resumed("adam", 3, [5], source="noisy generator", epochs=2),
     }
 
 

@@ -237,6 +237,7 @@ def _broken_off(accumulating: bool) -> dict[str, Any]:
     return {
         "epochs": len(history["loss"]),
         "weights": difference(weights(resumed.model), weights(whole.model)),
+        "epochs of the next fit": len(fit(resumed, epochs=2)["loss"]),
     }
 
 

@@ -93,6 +93,8 @@ def case_disagreements() -> dict[str, str]:
     wide = lambda: keras.Sequential([layers.Input((6,)), layers.Dense(1)])  # noqa: E731
     other = {"validation_data": (X[:9], Y[:9])}
     checked = keras.callbacks.EarlyStopping("loss")
+    looking = keras.callbacks.LambdaCallback(on_train_batch_end=print if LAST else None)
+    saved = {"run_dir": "not-made", "checkpoints": hvdtrain.Checkpoints(3 if LAST else 2)}
     return {
         "input shape": message(
             lambda: fit(trainer(wide if LAST else model), wider if LAST else X, Y)
@@ -117,6 +119,10 @@ def case_disagreements() -> dict[str, str]:
             lambda: fit(trainer(), validation_data=(X[:: -1 if LAST else 1], Y))
         ),
         "callbacks": message(lambda: fit(trainer(), callbacks=[checked] if LAST else [])),
+        "callbacks of steps": message(lambda: fit(trainer(), callbacks=[looking])),
+        "validation_freq": message(lambda: fit(trainer(), validation_freq=1 + LAST)),
+        "on_nan": message(lambda: fit(trainer(on_nan="stop" if LAST else "warn"))),
+        "checkpoints": message(lambda: fit(trainer(**saved))),
         "evaluate": message(lambda: trainer().evaluate(X[: 20 + RANK], Y[: 20 + RANK])),
         "predict": message(lambda: trainer().predict(X[: 20 + RANK])),
     }
