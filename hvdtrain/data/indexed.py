@@ -84,6 +84,9 @@ class KnownSource:
             warn_of_too_few(self.steps_per_epoch, self._steps_per_pass)
         return self._shares(list(self.slots(epoch, rank, size))[begin:])
 
+    def reset(self) -> None:
+        pass
+
     def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
         pass
 

@@ -116,6 +116,7 @@ def py_dataset_stream(items: Items, reading: ReadOptions) -> Stream:
         ),
         endless=count is None,
         skip=items.skip,
+        reset=items.dataset.on_epoch_end,
     )
 
 
@@ -151,6 +152,9 @@ class ItemSource(KnownSource):
         if self.reading.warns_of_joining(self.item_length, size):
             warn_of_joining(self.items.name, self.item_length, self.reading.global_batch_size)
         return super().epoch(epoch, rank, size, begin)
+
+    def reset(self) -> None:
+        self.items.dataset.on_epoch_end()
 
     def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
         self.items.skip(len(epochs))

@@ -122,6 +122,9 @@ class Source(Protocol):
                 faulty.
         """
 
+    def reset(self) -> None:
+        """Prepare for a fit or an evaluation: Keras then calls on_epoch_end of a PyDataset, before its first epoch."""
+
     def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
         """Bring the source to its state after reading `epochs`, one after the other.
 

@@ -56,6 +56,7 @@ class Stream:
         examples: Number of examples in a pass; None if unknown.
         point: Point after which each rank continues with only its own examples, if any.
         skip: Function that affects later passes as reading this many passes would; None: only reading does.
+        reset: See `Source.reset`.
         unrepeatable: See `Source.unrepeatable`.
     """
 
@@ -68,6 +69,7 @@ class Stream:
     examples: int | None = None
     point: ShardPoint | None = None
     skip: Callable[[int], None] | None = None
+    reset: Callable[[], None] = lambda: None
     unrepeatable: str = ""
 
 
@@ -123,6 +125,9 @@ class StreamSource:
         part = Part(rank, size)
         steps = self.reading.steps
         return self._next_steps(steps, part) if steps else self._pass(epoch, part)
+
+    def reset(self) -> None:
+        self.stream.reset()
 
     def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
         if self.stream.skip is not None and not self.reading.steps:

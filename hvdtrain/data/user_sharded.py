@@ -44,5 +44,8 @@ class ShardedSource:
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         return self.part.epoch(epoch, 0, 1)
 
+    def reset(self) -> None:
+        self.part.reset()
+
     def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
         self.part.skip(epochs, 0, 1)

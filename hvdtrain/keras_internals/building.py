@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src import backend
 
+from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import (
     children,
     optimizers_of,
@@ -25,6 +26,8 @@ from hvdtrain.keras_internals.models import (
 )
 from hvdtrain.keras_internals.optimizers import gradients_taken
 
+NO_LOSS = "The model has no loss: pass Trainer a loss, such as loss='mse'"
+
 
 def build_model(model: keras.Model, data: tuple[Any, ...]) -> None:
     """Create all variables of a compiled model, its metrics and its optimizers from the shapes of `data`.
@@ -32,7 +35,19 @@ def build_model(model: keras.Model, data: tuple[Any, ...]) -> None:
     Args:
         model: A compiled model.
         data: (x[, y[, sample_weight]]), as symbolic Keras tensors.
+
+    Raises:
+        UsageError: The model has no loss.
     """
+    try:
+        _build(model, data)
+    except ValueError as error:
+        if "No loss to compute" in str(error):
+            raise UsageError(NO_LOSS) from None
+        raise
+
+
+def _build(model: keras.Model, data: tuple[Any, ...]) -> None:
     optimizers = optimizers_of(model)
     if len(optimizers) > 1 or overridden(model, "call") is None:
         _rehearse(model, data)

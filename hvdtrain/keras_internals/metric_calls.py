@@ -149,3 +149,9 @@ def frozen(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
                 undo.callback(own.pop, "update_state")
             own["update_state"] = lambda *args, **kwargs: None
         yield
+
+
+def counted_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Return the metrics that may be given one number per batch: means, sums and the user's own metrics."""
+    general = [m for m in metrics_of(model) if not is_known_to_add_up(m)]
+    return [m for m in general if m is not getattr(model, "_loss_tracker", None)]

@@ -105,10 +105,11 @@ def numbers_kept(model: keras.Model) -> Iterator[None]:
 def may_have_loss(model: keras.Model) -> bool:
     """Whether a compiled model can have a loss: from compile, its own methods, or layers that may add one.
 
-    Custom layers may add one when they are called; Keras's own layers do with regularizers.
+    Custom layers and models may add one when they are called; Keras's own layers do with regularizers.
     """
     own = overridden(model, "train_step", "compute_loss") is not None
-    layers_own = any(not type(one).__module__.startswith("keras.") for one in children(model))
+    parts = [model, *children(model)]
+    layers_own = any(not type(one).__module__.startswith("keras.") for one in parts)
     return own or layers_own or model._compile_loss is not None or bool(model.losses)
 
 

@@ -12,28 +12,23 @@ other random numbers each time cannot be judged.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.step_context import Step, in_step, in_trial
+from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
-from hvdtrain.keras_internals.metric_calls import is_known_to_add_up, metrics_of
+from hvdtrain.keras_internals.metric_calls import counted_metrics, metrics_of
 from hvdtrain.keras_internals.models import (
     numbers_kept,
-    optimizers_of,
     own_non_trainable_variables,
     trains_by_keras,
 )
-from hvdtrain.keras_internals.optimizers import gradients_taken
 from hvdtrain.keras_internals.variables import (
-    global_seed_variable,
     seed_variables,
     tf_variable,
     unique,
@@ -41,15 +36,20 @@ from hvdtrain.keras_internals.variables import (
     variable_name,
     without,
 )
-from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.stateful_updates import Kinds, kinds_of_growth
+from hvdtrain.strategies.trial import (
+    in_one_line,
+    in_parts,
+    of_parts,
+    repeatable,
+    rows_of,
+    tolerance,
+    unchanged,
+    without_updates,
+)
 
 EXAMPLES = 5
 """Largest number of examples that the probe uses, in parts of 3 and 2."""
-
-TOLERANCES = {"float16": 3e-2, "bfloat16": 2e-1}
-"""Relative tolerance by compute dtype (11 and 8 significant bits, about ten roundings deep); 1e-3 for others. A wrong
-rule is off by about the ratio of the parts' sizes, 0.2 or more."""
 
 NEAR_A_KINK = 0.1
 """Gap up to which the probe is repeated a little aside of the examples. A GPU computes batches of other sizes by other
@@ -64,7 +64,6 @@ STEPS = 16
 WAITS = f"its first {STEPS} steps apply no gradients"
 """Reason why a step that waits for longer cannot be judged."""
 
-Result = TypeVar("Result")
 Marks = dict[str, np.ndarray]
 """For each variable's name, an array of shape (3,): a projection of its gradient to one number, which adds up over
 parts; the norm of the gradient; the number of its slices, 0 if it is dense."""
@@ -109,12 +108,12 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
     """
     size = int(tf.nest.flatten(data)[0].shape[0])
     if size == outputs_read_as_rows(model, data) > 2:
-        return probe(model, _rows(data, 0, size - 1), step)
-    parts, shares = _in_parts(model, data)
+        return probe(model, rows_of(data, 0, size - 1), step)
+    parts, shares = in_parts(model, data)
     verdict, moves = _verdict(model, data, parts, shares, step)
     if verdict.as_mean is False and not verdict.as_sum and verdict.gap < NEAR_A_KINK:
         aside = _aside(data)
-        others, _ = _in_parts(model, aside)
+        others, _ = in_parts(model, aside)
         again, _ = _verdict(model, aside, others, shares, step)
         verdict = again if again.as_mean else verdict
     kinds = _kinds(model, data, parts, shares) if moves else Kinds()
@@ -126,49 +125,6 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
         unclear=tuple(place for place in kinds.unclear if place < own),
         counted=tuple(place - own for place in kinds.summed if place >= own),
     )
-
-
-def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
-    """Test how the model's own compute_loss combines over parts of a batch. No communication.
-
-    Args:
-        model, data, step: As in `probe`.
-
-    Returns:
-        "mean" over examples, "sum", or "other"; "" if it cannot be tested.
-    """
-
-    def loss_of(part: Any, own: Step | None) -> float:
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(part)
-        with in_step(own), in_trial():
-            return float(model._compute_loss(x, y, model(x, training=False), weights, False))
-
-    parts, shares = _in_parts(model, data)
-    try:
-        with unchanged(model), _repeatable(model):
-            whole, again = loss_of(data, None), loss_of(data, None)
-            losses = _of_parts(loss_of, parts, shares, replace(step, checked=True))
-    except Exception:
-        return ""  # A step may not run on fewer examples, or outside tf.function.
-    if not np.isfinite(whole) or whole != again:
-        return ""
-    for kind, found in {"mean": np.dot(shares, losses), "sum": sum(losses)}.items():
-        if abs(found - whole) <= _tolerance(model) * abs(whole):
-            return kind
-    return "other"
-
-
-def _in_parts(model: keras.Model, data: Any) -> tuple[list[Any], list[float]]:
-    """Return two uneven parts of `data`, and their shares."""
-    size = int(tf.nest.flatten(data)[0].shape[0])
-    cut = _cut(size, outputs_read_as_rows(model, data))
-    return [_rows(data, 0, cut), _rows(data, cut, size)], [cut / size, (size - cut) / size]
-
-
-def _cut(size: int, outputs: int) -> int:
-    """Return the number of examples in the first of two uneven parts, none of which has `outputs` examples."""
-    cuts = range(size // 2 + 1, size)
-    return next((cut for cut in cuts if outputs not in (cut, size - cut)), size // 2 + size % 2)
 
 
 def state_of(model: keras.Model) -> list[tf.Variable]:
@@ -183,9 +139,8 @@ def state_of(model: keras.Model) -> list[tf.Variable]:
 
 
 def counts_of(model: keras.Model) -> list[tf.Variable]:
-    """Return the states of metrics that may be given one number per batch: means, sums and the user's own metrics."""
-    general = [m for m in metrics_of(model) if not is_known_to_add_up(m)]
-    own = [m for m in general if m is not getattr(model, "_loss_tracker", None)]
+    """Return the states of `counted_metrics`."""
+    own = counted_metrics(model)
     found = [tf_variable(v) for v in unique(v for metric in own for v in metric.variables)]
     return [v for v in found if v.dtype.is_floating]
 
@@ -199,7 +154,7 @@ def _kinds(model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence
             _marks(model, part, None)
 
     try:
-        with unchanged(model), _repeatable(model):
+        with unchanged(model), repeatable(model):
             return kinds_of_growth(variables, run, data, parts, shares)
     except Exception:
         return Kinds()  # The step may not run on a part; see _verdict.
@@ -217,11 +172,11 @@ def _verdict(
 
     try:
         step = replace(step, checked=True)
-        with unchanged(model), _repeatable(model):
+        with unchanged(model), repeatable(model):
             whole, moved = _first_marks(model, data)
             moves = bool(moved)
             again, _ = _marks_alone(model, data, None)
-            weighted = _of_parts(marks, parts, shares, step)
+            weighted = of_parts(marks, parts, shares, step)
             once = _looked_up_once(model, whole, weighted[0])
             # An overflow in float16 says nothing about the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
@@ -235,18 +190,12 @@ def _verdict(
             )
             # Zero gradients add up either way.
             as_sum = (gap > 0 or not _norm(whole)) and not _gap(
-                model, whole, _sum(_of_parts(marks, parts, [1.0, 1.0], step), [1.0, 1.0])
+                model, whole, _sum(of_parts(marks, parts, [1.0, 1.0], step), [1.0, 1.0])
             )[1]
     except Exception as error:
         # A step may not run on fewer examples, or outside tf.function; if it fails in training, that is reported there.
         return Verdict(once=once, why_not=in_one_line(error)), moves
     return Verdict(gap == 0, as_sum, worst, gap, once), moves
-
-
-def in_one_line(error: Exception) -> str:
-    """Return an error's class and the first line of its message."""
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first_line}"
 
 
 def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int, ...]:
@@ -255,46 +204,11 @@ def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int,
     return tuple(place for place, name in enumerate(names) if name in common)
 
 
-def _of_parts(
-    run: Callable[[Any, Step], Result], parts: Sequence[Any], shares: Sequence[float], step: Step
-) -> list[Result]:
-    """Return the result of `run` for each part, as on a rank with this share of the whole."""
-    counted: list[list[tf.Tensor]] = [[] for _ in parts]
-    steps = [replace(step, share=tf.constant(share, tf.float32)) for share in shares]
-    found = [
-        run(part, replace(own, total=_count(divisors)))
-        for part, own, divisors in zip(parts, steps, counted, strict=True)
-    ]
-    totals = [tf.add_n(each) for each in zip(*counted, strict=True)]
-    if totals:  # The divisors of the losses are known only now.
-        found = [
-            run(part, replace(own, total=_tell(iter(totals))))
-            for part, own in zip(parts, steps, strict=True)
-        ]
-    return found
-
-
 def _sum(found: Sequence[Marks], weights: Sequence[float]) -> Marks:
     return {
         name: np.sum([w * marks[name] for w, marks in zip(weights, found, strict=True)], axis=0)
         for name in found[0]
     }
-
-
-def _count(counted: list[tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
-    def total(divisor: tf.Tensor) -> tf.Tensor:
-        counted.append(divisor)
-        return divisor
-
-    return total
-
-
-def _tell(totals: Iterator[tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
-    return lambda divisor: next(totals)
-
-
-def _rows(data: Any, begin: int, end: int) -> Any:
-    return tf.nest.map_structure(lambda leaf: leaf[begin:end], data)
 
 
 def _aside(data: Any) -> Any:
@@ -320,11 +234,7 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
                 found[name] = found.get(name, 0.0) + _mark(gradient)
         return True
 
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers_of(model):
-            stack.enter_context(gradients_taken(optimizer, take))
-        stack.enter_context(in_step(step))
-        stack.enter_context(in_trial())
+    with without_updates(model, take), in_step(step):
         model.train_step(data)
     return found
 
@@ -381,7 +291,7 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
     """Return the variable whose gradient differs most, and the relative difference; 0 within the tolerance."""
     if whole.keys() != other.keys():
         return next(iter(whole.keys() ^ other.keys())), 1.0
-    limit = _tolerance(model)
+    limit = tolerance(model)
     # A gradient that is only rounding error (the bias of attention keys) has no direction.
     floor = 1e-3 * _norm(whole)
     worst, gap = "", 0.0
@@ -392,68 +302,6 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
     return worst, gap
 
 
-def _tolerance(model: keras.Model) -> float:
-    dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
-    return max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
-
-
 def _norm(marks: Marks) -> float:
     """Return the global norm of all gradients."""
     return float(np.sqrt(sum(mark[1] ** 2 for mark in marks.values())))
-
-
-@contextlib.contextmanager
-def unchanged(model: keras.Model) -> Iterator[None]:
-    """When the block ends, restore all variables that a step may change without an optimizer."""
-    # Including those of metrics that the model does not list.
-    counted = [v for metric in metrics_of(model) for v in metric.variables]
-    kept = [*model.non_trainable_variables, *model.metrics_variables, *counted]
-    kept += untracked_variables(model)
-    if (seed := global_seed_variable(create=False)) is not None:
-        kept.append(
-            seed
-        )  # The next draw must be the same as without a probe, as in the run that is resumed.
-    if not trains_by_keras(model):
-        kept += model.trainable_variables
-    targets = [tf_variable(v) for v in unique(kept)]
-    values = [target.numpy() for target in targets]
-    try:
-        with numbers_kept(model):
-            yield
-    finally:
-        for target, value in zip(targets, values, strict=True):
-            target.assign(value)
-
-
-@contextlib.contextmanager
-def _repeatable(model: keras.Model) -> Iterator[None]:
-    """Inside the block, let Keras layers draw nothing at random and normalize by their moving statistics."""
-    changed = [layer for layer in model._flatten_layers() if _differs_by_nature(layer)]
-    for layer in changed:
-        object.__setattr__(layer, "call", functools.partial(_in_inference, layer))
-    eagerly = tf.config.functions_run_eagerly()
-    precision = tf.config.experimental
-    # GPUs multiply float32 in TensorFloat-32 by default, with the significant bits of float16, and not alike for
-    # batches of different sizes: the gradients of deep networks then differ by a tenth.
-    tf32 = precision.tensor_float_32_execution_enabled()
-    # A step may call tf.functions of its own, in which gradients would have no values yet.
-    tf.config.run_functions_eagerly(True)
-    precision.enable_tensor_float_32_execution(False)
-    try:
-        yield
-    finally:
-        precision.enable_tensor_float_32_execution(tf32)
-        tf.config.run_functions_eagerly(eagerly)
-        for layer in changed:
-            object.__delattr__(layer, "call")
-
-
-def _in_inference(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(layer).call(layer, *args, **kwargs | {"training": False})
-
-
-def _differs_by_nature(layer: Any) -> bool:
-    knows_training = getattr(layer, "_call_has_training_arg", False)
-    return knows_training and (
-        batch_dependence.normalizes(layer) or batch_dependence.has_generator(layer)
-    )

@@ -32,21 +32,14 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.data_dependence import with_decision_warnings
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
-from hvdtrain.strategies.probe import (
-    EXAMPLES,
-    Verdict,
-    counts_of,
-    in_one_line,
-    kind_of_loss,
-    probe,
-    state_of,
-    unchanged,
-)
+from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of
 from hvdtrain.strategies.skipped_steps import skipped_steps_of
 from hvdtrain.strategies.state_logs import StateLogs
 from hvdtrain.strategies.stateful_updates import grown_together
 from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs
+from hvdtrain.strategies.trial import in_one_line, unchanged
+from hvdtrain.strategies.value_probe import batch_statistics, kind_of_loss
 
 
 def _of_size(step: Callable[[Any], Any], leading: tuple[int, ...]) -> Callable[[Any], Any]:
@@ -106,7 +99,8 @@ class RankSteps:
         self._share = tf.Variable(1.0, trainable=False)
         self._share_value = 1.0
         self._probed = False
-        self._loss_probed = overridden(model, "compute_loss") is None and not own_losses(model)
+        own = overridden(model, "compute_loss", "test_step") or own_losses(model)
+        self._test_probed = not own
         self._step: Step | None = None
         self._step_of_test: Step | None = None
         self._summed: list[tf.Variable] = []
@@ -230,22 +224,24 @@ class RankSteps:
             self._step = replace(self._step, checked=True, loss_is_sum=True)
         else:
             raise UsageError(_does_not_add_up(self._model, judged))
-        self._loss_probed = True
+        self._test_probed = self._test_probed or overridden(self._model, "test_step") is None
         self._use_in_tests(self._step)
+        self._warn_of_statistics(self._model.train_step, data)
         if self._model.run_eagerly:
             self._look_for_decisions(data)
 
-    def _probe_loss(self, share: Share) -> None:
-        """Test, before the first test step, whether a loss of the user's is a mean or a sum. A collective.
+    def _probe_test(self, share: Share) -> None:
+        """Test, before the first test step, how losses and means of the user's depend on the batch. A collective.
 
         `probe` comes too late: a model may be evaluated before it is trained, or by a process that does not train.
         """
-        if self._step_of_test is None or self._loss_probed:
+        if self._step_of_test is None or self._test_probed:
             return
-        self._loss_probed = True
+        self._test_probed = True
         data = self._some_examples(share)
         if data is None or keeps_rows(self._model):
             return
+        self._warn_of_statistics(self._model.test_step, data)
         mine = kind_of_loss(self._model, data, self._step_of_test)
         kinds = {kind for kind in self._ranks.exchange(mine, "loss") if kind}
         if kinds in ({"mean"}, {"sum"}):
@@ -253,6 +249,11 @@ class RankSteps:
             self._use_in_tests(replace(self._step_of_test, checked=True, loss_is_sum=is_sum))
         elif kinds:
             self._warn(_loss_of_parts(self._model))
+
+    def _warn_of_statistics(self, run: Callable[[Any], Any], data: Any) -> None:
+        assert self._step is not None
+        for name in batch_statistics(self._model, data, self._step, run):
+            self._warn(_no_mean(name))
 
     def _use_in_tests(self, step: Step) -> None:
         """Weight the losses of test steps as `step` says, also of those traced before."""
@@ -324,7 +325,7 @@ class RankSteps:
 
     def test(self, share: Share) -> Logs:
         """Update the metrics with `share`; return this rank's running logs."""
-        self._probe_loss(share)
+        self._probe_test(share)
         logs = self._run(self._test, share, self._step_of_test)
         return self._test_metrics.logs(logs, self._test_sources, self._test_logs)
 
@@ -384,6 +385,15 @@ def _averages(names: Sequence[str]) -> str:
         "examples of its batch. Each worker uses its own part of the batch, and the values are "
         "averaged at the end of each epoch: where training depends on them, it differs from "
         "training on one worker"
+    )
+
+
+def _no_mean(metric: str) -> str:
+    return (
+        f"The metric {metric!r} gets one number for a batch, which is not a mean over its examples, "
+        "and each worker has only a part of the batch: it depends on the number of workers. "
+        "Training is not affected. Update it with one value per example, or with sums over "
+        "examples that result() combines"
     )
 
 

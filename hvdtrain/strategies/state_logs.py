@@ -19,7 +19,7 @@ from hvdtrain.collectives.metrics import as_value
 from hvdtrain.keras_internals.metric_calls import frozen, metrics_of
 from hvdtrain.keras_internals.models import flat_logs, optimizers_of
 from hvdtrain.keras_internals.optimizers import gradients_taken
-from hvdtrain.strategies.probe import unchanged
+from hvdtrain.strategies.trial import unchanged
 
 
 class StateLogs:

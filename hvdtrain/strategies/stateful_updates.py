@@ -76,7 +76,7 @@ def kinds_of_growth(
             fitting, roundings, grown, again, *of_parts, strict=True
         ):
             if _close(one, other):  # Otherwise the growth is random.
-                rules &= _rules(one, several, shares, rounding)
+                rules &= rules_of(one, several, shares, rounding)
         _write(variables, [s + FURTHER * g for s, g in zip(start, grown, strict=True)])
     return Kinds(
         tuple(place for place, rules in enumerate(fitting) if rules == {"sum"}),
@@ -85,8 +85,8 @@ def kinds_of_growth(
     )
 
 
-def _rules(
-    one: np.ndarray, parts: Sequence[np.ndarray], shares: Sequence[float], rounding: float
+def rules_of(
+    one: np.ndarray, parts: Sequence[np.ndarray], shares: Sequence[float], rounding: float = 0.0
 ) -> set[str]:
     """Return the rules by which the growth on the parts, within its rounding error, yields that on the whole."""
     mean = sum(share * part for share, part in zip(shares, parts, strict=True))

@@ -21,10 +21,10 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.probe import in_one_line
 from hvdtrain.strategies.replica_steps import ReplicaSteps, local_variables, require_plain
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy
 from hvdtrain.strategies.strategy import ModelSource
+from hvdtrain.strategies.trial import in_one_line
 from hvdtrain.strategy_names import TPU as NAME
 
 CHIPS = ("accel*", "vfio/[0-9]*")

@@ -96,6 +96,7 @@ class Loop:
         self, plan: FitPlan, resumed: Position | None, show: Show | None
     ) -> keras.callbacks.History:
         """Train from the position `resumed`; None: from the beginning."""
+        plan.train.reset()
         together = self.strategy.saves_together
         own = on_this_rank(plan.callbacks, self.rank.is_first, together)
         written = written_by_first(plan.callbacks, together)
@@ -157,6 +158,8 @@ class Loop:
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
         with backups_kept(own):
             callbacks.on_train_end(logs)
+            if self.guard and plan.epochs > first:
+                self._check(self.strategy.check, "at the end of training", epoch_ends=True)
             if self.record.run_dir is not None:
                 self.record.in_run_dir(lambda run_dir: run_dir.keep())
                 self.strategy.save(self.model, self.record.run_dir.model)
@@ -338,6 +341,7 @@ class Loop:
             ends: Tells, for the number of batches so far, whether to end here; the result is then None.
         """
         self.model.stop_evaluating = False
+        source.reset()
         callbacks.on_test_begin()
         self.strategy.reset_metrics(self.model)
         stopped = any_rank(bool(self.model.stop_evaluating), "stop")
@@ -373,8 +377,9 @@ class Loop:
         plan.train.skip(trained, part.index, part.count)
         if plan.validation is not None:
             validated = range(first, resumed.epoch)
-            evaluations = [0 for epoch in validated if plan.validates_after(epoch)]
-            plan.validation.skip(evaluations, part.index, part.count)
+            for _ in filter(plan.validates_after, validated):
+                plan.validation.reset()
+                plan.validation.skip([0], part.index, part.count)
 
     def _reading_again(self) -> AbstractContextManager[None]:
         assert self.saved is not None

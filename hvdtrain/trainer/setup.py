@@ -23,6 +23,7 @@ from hvdtrain.data import (
 )
 from hvdtrain.data.structures import is_bare
 from hvdtrain.errors import UsageError, require_integer
+from hvdtrain.keras_internals.building import NO_LOSS
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import (
     compares_with_labels,
@@ -118,7 +119,7 @@ def compile_model(
             )
         prepare(other)
     if not may_have_loss(model):
-        raise UsageError("The model has no loss: pass Trainer a loss, such as loss='mse'")
+        raise UsageError(NO_LOSS)
 
 
 def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:
@@ -294,10 +295,12 @@ class Compiled:
 
     Attributes:
         optimizers: Optimizers that train it.
+        compiled: Losses and metrics of compile.
         trained: Ids of the variables that they train.
     """
 
     optimizers: list[Any]
+    compiled: list[Any]
     trained: list[int]
 
     def trains_otherwise(self, before: Compiled, what: str) -> bool:
@@ -306,12 +309,14 @@ class Compiled:
         Frozen layers make a difference only if `what` is "training".
         """
         frozen = what == "training" and self.trained != before.trained
-        return frozen or self.optimizers != before.optimizers
+        anew = (self.optimizers, self.compiled) != (before.optimizers, before.compiled)
+        return frozen or anew
 
 
 def compiled_as(model: keras.Model) -> Compiled:
     """Return what steps of `model` would be compiled for now."""
-    return Compiled(optimizers_of(model), [id(v) for v in model.trainable_variables])
+    compiled = [getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics")]
+    return Compiled(optimizers_of(model), compiled, [id(v) for v in model.trainable_variables])
 
 
 def one_or_all(values: list[Any]) -> Any:

@@ -301,3 +301,84 @@ def test_a_model_that_is_compiled_without_an_optimizer(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="the optimizer of compile"):
         saving.fit(X, Y, verbose=0)
+
+
+class Shuffling(keras.utils.PyDataset):
+    """Shuffles itself when an epoch ends, and so before the first one as well."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.rng, self.order = np.random.default_rng(seed), np.arange(16)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.order[index * BATCH : (index + 1) * BATCH]
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self) -> None:
+        self.order = self.rng.permutation(16)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_items_that_shuffle_themselves(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not equal:  # Read as a stream.
+        monkeypatch.setattr("hvdtrain.data.make.py_dataset_source", lambda *given: None)
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(1)
+        return keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+
+    plain = make()
+    plain.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+    trainer = hvdtrain.Trainer(make, keras.optimizers.SGD(0.1), "mse", global_batch_size=BATCH)
+    found = []
+    for model in (plain, trainer):
+        data, validation = Shuffling(1), Shuffling(2)
+        arguments = {"epochs": 2, "shuffle": False, "verbose": 0}
+        histories = [model.fit(data, validation_data=validation, **arguments) for _ in range(2)]
+        numbers = [history.history[name] for history in histories for name in history.history]
+        found.append(np.array([*np.ravel(numbers), model.evaluate(validation, verbose=0)]))
+    np.testing.assert_allclose(found[1], found[0], rtol=EXACT)
+
+
+class Penalized(keras.Model):
+    """Its only loss is the one that its own call adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        y = self.dense(x)
+        self.add_loss(tf.reduce_mean(tf.square(y - x)))
+        return y
+
+
+def test_a_loss_that_the_model_adds_when_it_is_called() -> None:
+    losses = []
+    for compiled in (True, False):
+        keras.utils.set_random_seed(1)
+        model = Penalized()
+        if compiled:
+            model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
+            history = model.fit(X, batch_size=BATCH, shuffle=False, verbose=0)
+        else:
+            trainer = hvdtrain.Trainer(model, keras.optimizers.SGD(0.1), global_batch_size=BATCH)
+            history = trainer.fit(X, shuffle=False, verbose=0)
+        losses.append(history.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=EXACT)
+
+
+def test_compiled_again_with_the_same_optimizer() -> None:
+    trainer = hvdtrain.Trainer(
+        lambda: keras.Sequential([keras.Input((3,)), layers.Dense(1)]),
+        "sgd",
+        "mse",
+        global_batch_size=BATCH,
+    )
+    trainer.fit(X, Y, verbose=0)
+    trainer.model.compile(trainer.model.optimizer, "mae", jit_compile=False)
+    with pytest.raises(UsageError, match="The model was compiled again"):
+        trainer.fit(X, Y, verbose=0)

@@ -1,0 +1,101 @@
+"""Test whether the values that a step shows, not its gradients, are means over the examples of a batch.
+
+An evaluation has no gradients, and a process may evaluate without training. See probe.py for the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.collectives.step_context import Step, in_step, in_trial
+from hvdtrain.keras_internals.metric_calls import counted_metrics
+from hvdtrain.keras_internals.models import numbers_kept
+from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.strategies.trial import (
+    in_parts,
+    of_parts,
+    repeatable,
+    tolerance,
+    unchanged,
+    without_updates,
+)
+
+
+def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
+    """Test how the model's own compute_loss combines over parts of a batch. No communication.
+
+    Args:
+        model, data, step: As in `probe`.
+
+    Returns:
+        "mean" over examples, "sum", or "other"; "" if it cannot be tested.
+    """
+
+    def loss_of(part: Any, own: Step | None) -> float:
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(part)
+        with in_step(own), in_trial():
+            return float(model._compute_loss(x, y, model(x, training=False), weights, False))
+
+    parts, shares = in_parts(model, data)
+    try:
+        with unchanged(model), repeatable(model):
+            whole, again = loss_of(data, None), loss_of(data, None)
+            losses = of_parts(loss_of, parts, shares, replace(step, checked=True))
+    except Exception:
+        return ""  # A step may not run on fewer examples, or outside tf.function.
+    if not np.isfinite(whole) or whole != again:
+        return ""
+    for kind, found in {"mean": np.dot(shares, losses), "sum": sum(losses)}.items():
+        if abs(found - whole) <= tolerance(model) * abs(whole):
+            return kind
+    return "other"
+
+
+def batch_statistics(
+    model: keras.Model, data: Any, step: Step, run: Callable[[Any], Any]
+) -> list[str]:
+    """Return the names of means that get one number for a batch which is no mean over its examples, such as a maximum.
+
+    No communication. Without those whose number differs each time.
+
+    Args:
+        model, data, step: As in `probe`.
+        run: The model's train_step or test_step.
+    """
+    wrapper = (
+        keras.metrics.MeanMetricWrapper
+    )  # Its function is tried by itself: see step_metrics.py.
+    counted = [m for m in counted_metrics(model) if isinstance(m, keras.metrics.Mean)]
+    means = [metric for metric in counted if not isinstance(metric, wrapper)]
+    totals = [tf_variable(metric.total) for metric in means]
+    if not means:
+        return []
+
+    def growth(part: Any, own: Step | None) -> list[float]:
+        before = [float(total) for total in totals]
+        with numbers_kept(model), in_step(own), without_updates(model, lambda pairs: True):
+            run(part)
+        grown = [float(total) - begin for total, begin in zip(totals, before, strict=True)]
+        for total, begin in zip(totals, before, strict=True):
+            total.assign(begin)
+        return grown
+
+    parts, shares = in_parts(model, data)
+    try:
+        with unchanged(model), repeatable(model):
+            whole, again = growth(data, None), growth(data, None)
+            several = of_parts(growth, parts, shares, replace(step, checked=True))
+    except Exception:
+        return []  # A step may not run on fewer examples, or outside tf.function.
+    limit = tolerance(model)
+    found = []
+    for metric, one, other, *each in zip(means, whole, again, *several, strict=True):
+        fits = np.isclose(one, [sum(each), np.dot(shares, each)], limit, limit).any()
+        if one == other and not fits and not np.allclose(one, each, limit, limit):
+            found.append(metric.name)
+    return found
