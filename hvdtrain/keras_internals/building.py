@@ -20,6 +20,7 @@ from keras.src import backend
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import (
     children,
+    has_own_loss,
     optimizers_of,
     overridden,
     trains_by_keras,
@@ -39,15 +40,8 @@ def build_model(model: keras.Model, data: tuple[Any, ...]) -> None:
     Raises:
         UsageError: The model has no loss.
     """
-    try:
-        _build(model, data)
-    except ValueError as error:
-        if "No loss to compute" in str(error):
-            raise UsageError(NO_LOSS) from None
-        raise
-
-
-def _build(model: keras.Model, data: tuple[Any, ...]) -> None:
+    if not (has_own_loss(model) or _adds_loss(model, data)):
+        raise UsageError(NO_LOSS)
     optimizers = optimizers_of(model)
     if len(optimizers) > 1 or overridden(model, "call") is None:
         _rehearse(model, data)
@@ -68,6 +62,24 @@ def _build(model: keras.Model, data: tuple[Any, ...]) -> None:
 def symbolic_call(model: keras.Model, x: Any) -> Any:
     """Return the symbolic outputs of `model` for symbolic inputs; builds the model if it is not built."""
     return backend.compute_output_spec(model, x, training=False)
+
+
+def _adds_loss(model: keras.Model, data: Any) -> bool:
+    """Whether calling the model adds a loss; True if that is unknown, as it can only be called in a step."""
+    found: list[Any] = []
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+    def call(x: Any) -> Any:
+        with backend.StatelessScope(collect_losses=True):
+            outputs = model(x, training=True)
+            found.extend(model.losses)
+        return outputs
+
+    try:
+        backend.compute_output_spec(call, x)
+    except Exception:
+        return True
+    return bool(found)
 
 
 def _rehearse(model: keras.Model, data: Any) -> None:

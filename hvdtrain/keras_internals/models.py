@@ -102,15 +102,10 @@ def numbers_kept(model: keras.Model) -> Iterator[None]:
             vars(layer).update(numbers)
 
 
-def may_have_loss(model: keras.Model) -> bool:
-    """Whether a compiled model can have a loss: from compile, its own methods, or layers that may add one.
-
-    Custom layers and models may add one when they are called; Keras's own layers do with regularizers.
-    """
+def has_own_loss(model: keras.Model) -> bool:
+    """Whether a compiled model has a loss before it is called: from compile, its methods, or the weights."""
     own = overridden(model, "train_step", "compute_loss") is not None
-    parts = [model, *children(model)]
-    layers_own = any(not type(one).__module__.startswith("keras.") for one in parts)
-    return own or layers_own or model._compile_loss is not None or bool(model.losses)
+    return own or model._compile_loss is not None or bool(model.losses)
 
 
 def compares_with_labels(model: keras.Model) -> bool:

@@ -23,12 +23,10 @@ from hvdtrain.data import (
 )
 from hvdtrain.data.structures import is_bare
 from hvdtrain.errors import UsageError, require_integer
-from hvdtrain.keras_internals.building import NO_LOSS
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import (
     compares_with_labels,
     compile_config,
-    may_have_loss,
     optimizers_of,
     overridden,
 )
@@ -91,7 +89,7 @@ def compile_model(
         run_eagerly: Whether to run steps without tf.function.
 
     Raises:
-        UsageError: If these arguments do not fit the model or the strategy, or there is no loss.
+        UsageError: If these arguments do not fit the model or the strategy.
     """
     prepare_saving()
     run_eagerly = run_eagerly or model.run_eagerly
@@ -118,8 +116,6 @@ def compile_model(
                 f"{strategy.name!r}, layout and shard_optimizer do not support: leave these out"
             )
         prepare(other)
-    if not may_have_loss(model):
-        raise UsageError(NO_LOSS)
 
 
 def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:

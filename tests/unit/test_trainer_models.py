@@ -344,23 +344,26 @@ def test_items_that_shuffle_themselves(equal: bool, monkeypatch: pytest.MonkeyPa
 
 
 class Penalized(keras.Model):
-    """Its only loss is the one that its own call adds."""
+    """Its only loss is the one that its own call adds, or that of its weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, adds: bool) -> None:
         super().__init__()
-        self.dense = layers.Dense(3)
+        self.adds = adds
+        self.dense = layers.Dense(3, kernel_regularizer=None if adds else "l2")
 
     def call(self, x: Any) -> Any:
         y = self.dense(x)
-        self.add_loss(tf.reduce_mean(tf.square(y - x)))
+        if self.adds:
+            self.add_loss(tf.reduce_mean(tf.square(y - x)))
         return y
 
 
-def test_a_loss_that_the_model_adds_when_it_is_called() -> None:
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_loss_that_a_model_has_once_it_is_called(adds: bool) -> None:
     losses = []
     for compiled in (True, False):
         keras.utils.set_random_seed(1)
-        model = Penalized()
+        model = Penalized(adds)
         if compiled:
             model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
             history = model.fit(X, batch_size=BATCH, shuffle=False, verbose=0)
@@ -381,4 +384,10 @@ def test_compiled_again_with_the_same_optimizer() -> None:
     trainer.fit(X, Y, verbose=0)
     trainer.model.compile(trainer.model.optimizer, "mae", jit_compile=False)
     with pytest.raises(UsageError, match="The model was compiled again"):
+        trainer.fit(X, Y, verbose=0)
+
+
+def test_a_model_without_a_loss_is_named() -> None:
+    trainer = hvdtrain.Trainer(Mean, "sgd", global_batch_size=BATCH)
+    with pytest.raises(UsageError, match="The model has no loss: pass Trainer a loss"):
         trainer.fit(X, Y, verbose=0)
