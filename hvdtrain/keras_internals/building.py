@@ -27,8 +27,6 @@ from hvdtrain.keras_internals.models import (
 )
 from hvdtrain.keras_internals.optimizers import gradients_taken
 
-NO_LOSS = "The model has no loss: pass Trainer a loss, such as loss='mse'"
-
 
 def build_model(model: keras.Model, data: tuple[Any, ...]) -> None:
     """Create all variables of a compiled model, its metrics and its optimizers from the shapes of `data`.
@@ -40,8 +38,7 @@ def build_model(model: keras.Model, data: tuple[Any, ...]) -> None:
     Raises:
         UsageError: The model has no loss.
     """
-    if not (has_own_loss(model) or _adds_loss(model, data)):
-        raise UsageError(NO_LOSS)
+    require_loss(model, model, data)
     optimizers = optimizers_of(model)
     if len(optimizers) > 1 or overridden(model, "call") is None:
         _rehearse(model, data)
@@ -62,6 +59,18 @@ def build_model(model: keras.Model, data: tuple[Any, ...]) -> None:
 def symbolic_call(model: keras.Model, x: Any) -> Any:
     """Return the symbolic outputs of `model` for symbolic inputs; builds the model if it is not built."""
     return backend.compute_output_spec(model, x, training=False)
+
+
+def require_loss(compiled: keras.Model, whole: keras.Model, data: Any) -> None:
+    """Raise UsageError if a model has no loss.
+
+    Args:
+        compiled: The model, or a compiled part of it.
+        whole: The whole model.
+        data: As in `build_model`.
+    """
+    if not (has_own_loss(compiled) or _adds_loss(whole, data)):
+        raise UsageError("The model has no loss: pass Trainer a loss, such as loss='mse'")
 
 
 def _adds_loss(model: keras.Model, data: Any) -> bool:

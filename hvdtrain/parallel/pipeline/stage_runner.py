@@ -26,6 +26,7 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
+from hvdtrain.keras_internals.building import require_loss
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
 from hvdtrain.keras_internals.models import compile_like, metric_names
@@ -108,6 +109,7 @@ class StageRunner(Runner):
                 "jit_compile=True does not work with pipeline stages and micro-batches, whose passes are separate "
                 "functions: leave it out"
             )
+        require_loss(model, self.stage.whole, data)
         if self.stage.is_last:
             graph_internals.build_compiled(model, *self._symbolic_batch(data))
         else:
