@@ -322,13 +322,17 @@ def test_a_signal_from_outside_is_not_blamed_on_a_rank(
 
 
 def test_what_srun_is_given_goes_to_rank_0(slurm: SlurmCluster, folder: Path) -> None:
-    (folder / "train.py").write_text(RANK + "print(rank, repr(sys.stdin.read()), flush=True)\n")
-    run = shlex.join([*HVDTRAIN, "run", "--all-ranks", "train.py"])
+    """Which is on the first host of -H."""
+    node = "os.environ['SLURMD_NODENAME']"
+    (folder / "train.py").write_text(
+        RANK + f"print(rank, {node}, repr(sys.stdin.read()), flush=True)\n"
+    )
+    run = shlex.join([*HVDTRAIN, "run", "--all-ranks", "-H", "n2:2,n1:2", "train.py"])
     options = ("--quiet", "--nodes=2", "--ntasks-per-node=2")
     job = slurm.start("salloc", *options, "sh", "-c", f"echo hello | {run}", cwd=folder)
     stdout, stderr = job.communicate(timeout=SECONDS)
     assert job.returncode == 0, stderr
-    read = ["'hello\\n'", "''", "''", "''"]
+    read = ["n2 'hello\\n'", "n2 ''", "n1 ''", "n1 ''"]
     assert sorted(stdout.splitlines()) == [f"[{rank}] {rank} {read[rank]}" for rank in range(4)]
 
 
