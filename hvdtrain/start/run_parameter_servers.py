@@ -8,7 +8,8 @@ starts and ends them.
 
 When the chief ends, all others are ended, and its exit code is the launch's. A worker that ends earlier is restarted at
 its port, up to RESTARTS times in a row. When a server ends, its variables are lost, and the run ends with one message.
-A process that is stopped (SIGSTOP) for too long is ended. SIGUSR1 warns the chief.
+A process that is stopped (SIGSTOP) for too long is ended. SIGUSR1 warns the chief. SIGINT, SIGTERM and SIGHUP are
+forwarded to the chief, and the others are ended after it, or after HVDTRAIN_GRACE_SECONDS.
 
 Output is marked with the number of its process, as by horovodrun: 0 is the chief, then workers, then servers.
 """

@@ -38,6 +38,15 @@ with open(f"seen.{rank}.tmp", "w") as file:
 """
 )
 WAIT = "os.rename(f'seen.{rank}.tmp', f'seen.{rank}')\ntime.sleep(600)\n"
+# On Ctrl-C and SIGTERM, saves for a second.
+SAVE = """
+def save(*_):
+    time.sleep(1)
+    open(f"saved.{rank}", "w").close()
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+"""
 
 
 @pytest.fixture
@@ -211,8 +220,8 @@ def test_a_failure_is_told_once_with_its_exit_code(slurm: SlurmCluster, folder: 
 
 def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path) -> None:
     """From a login node: srun starts a rank for each GPU, nothing that was not asked for travels, no
-    value is in a command line, and Ctrl-C ends all."""
-    (folder / "train.py").write_text(REPORT + WAIT)
+    value is in a command line, and Ctrl-C ends all, after they have saved."""
+    (folder / "train.py").write_text(REPORT + SAVE + WAIT)
     run = ("run", "--env", "API_KEY", "train.py")
     job = slurm.start(
         *("salloc", "--quiet", "--nodelist=n2", "--gpus-per-node=2", *HVDTRAIN, *run),
@@ -238,6 +247,7 @@ def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path
     _, stderr = job.communicate(timeout=SECONDS)
     assert job.returncode == 130
     assert "SIGINT: stopping all workers" in stderr
+    assert {path.name for path in folder.glob("saved.*")} == {"saved.0", "saved.1"}
     assert slurm.left(seconds=5) == []
 
 
@@ -302,7 +312,7 @@ def test_a_task_that_falls_silent(
 def test_a_signal_from_outside_is_not_blamed_on_a_rank(
     slurm: SlurmCluster, folder: Path, number: signal.Signals
 ) -> None:
-    (folder / "train.py").write_text(REPORT + WAIT)
+    (folder / "train.py").write_text(REPORT + SAVE + WAIT)
     job = slurm.start("salloc", "--quiet", "--nodes=2", *HVDTRAIN, "run", "train.py", cwd=folder)
     wait_for_ranks(folder, 2)
     starter = next(
@@ -318,17 +328,22 @@ def test_a_signal_from_outside_is_not_blamed_on_a_rank(
     }
     assert re.search(said[number], stderr)
     assert "rank 0" not in stderr
+    assert len(list(folder.glob("saved.*"))) == (2 if number == signal.SIGTERM else 0)
     assert slurm.left(seconds=5) == []
 
 
 def test_what_srun_is_given_goes_to_rank_0(slurm: SlurmCluster, folder: Path) -> None:
-    (folder / "train.py").write_text(RANK + "print(rank, repr(sys.stdin.read()), flush=True)\n")
-    run = shlex.join([*HVDTRAIN, "run", "--all-ranks", "train.py"])
+    """Which is on the first host of -H."""
+    node = "os.environ['SLURMD_NODENAME']"
+    (folder / "train.py").write_text(
+        RANK + f"print(rank, {node}, repr(sys.stdin.read()), flush=True)\n"
+    )
+    run = shlex.join([*HVDTRAIN, "run", "--all-ranks", "-H", "n2:2,n1:2", "train.py"])
     options = ("--quiet", "--nodes=2", "--ntasks-per-node=2")
     job = slurm.start("salloc", *options, "sh", "-c", f"echo hello | {run}", cwd=folder)
     stdout, stderr = job.communicate(timeout=SECONDS)
     assert job.returncode == 0, stderr
-    read = ["'hello\\n'", "''", "''", "''"]
+    read = ["n2 'hello\\n'", "n2 ''", "n1 ''", "n1 ''"]
     assert sorted(stdout.splitlines()) == [f"[{rank}] {rank} {read[rank]}" for rank in range(4)]
 
 

@@ -84,8 +84,14 @@ COMMON = "--export=ALL --input=0 --kill-on-bad-exit=1"
             "n2:4,n1:4",
             8,
             (4, 2),
-            "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n2,n1 --distribution=block "
+            "--nodes=2 --ntasks=8 --nodelist=n2,n2,n2,n2,n1,n1,n1,n1 --distribution=arbitrary "
             "--overcommit",
+        ),
+        (
+            "n2:2,n1:2",
+            2,
+            (2, 2),
+            "--nodes=1 --ntasks=2 --ntasks-per-node=2 --nodelist=n2 --distribution=block",
         ),
     ],
 )

@@ -155,6 +155,36 @@ def test_a_killed_srun_is_named(tmp_path: Path) -> None:
     assert "was killed by SIGKILL" in stderr
 
 
+# srun is the only child of hvdtrain.start.run_srun, beside this.
+SHOW_STEPS = """
+read -r srun _ < /proc/$PPID/task/$PPID/children
+echo "StepId=7.0 UserId=0 State=RUNNING SrunHost:Pid=$(hostname -s):1"
+echo "StepId=7.1 UserId=0 State=RUNNING SrunHost:Pid=$(hostname -s):$srun"
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_tasks_have_the_grace_period_unless_asked_twice(tmp_path: Path, times: int) -> None:
+    for name, script in (("scontrol", SHOW_STEPS), ("scancel", '\necho "$@" >> sent\n')):
+        (tmp_path / name).write_text(f"#!/bin/sh{script}")
+        (tmp_path / name).chmod(0o755)
+    grace = 1.5 if times == 1 else 60.0
+    settings = {"HVDTRAIN_GRACE_SECONDS": str(grace), "SLURM_JOB_ID": "7"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    process = start(tmp_path, "-np 1 --gloo -H n1:1", 400, PATH=path, **settings)
+    seen(tmp_path)
+    asked = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    while not (tmp_path / "sent").exists():
+        assert process.poll() is None, "srun was ended, although its tasks may be saving"
+        time.sleep(0.02)
+    if times == 2:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 128 + signal.SIGINT
+    assert (time.monotonic() - asked >= grace) == (times == 1)
+    assert (tmp_path / "sent").read_text() == "--signal=INT 7.1\n"
+
+
 EARLY = """
 import os, signal, subprocess, sys
 from hvdtrain.start.parts import srun_launcher

@@ -283,6 +283,55 @@ def test_ctrl_c_ends_all(begin: Begin) -> None:
     assert run.left() == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_chief_saves_before_its_servers_end(begin: Begin, number: signal.Signals) -> None:
+    script = CHIEF + (
+        "import socket\n"
+        "def save(*_):\n"
+        "    print('saving', flush=True)\n"
+        "    time.sleep(0.5)\n"
+        "    for one in everybody:\n"
+        "        host, _, port = one['address'].rpartition(':')\n"
+        "        socket.create_connection((host, int(port))).close()\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "try:\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    save()\n"
+    )
+    run = begin(script)
+    run.wait()
+    time.sleep(0.2)  # For the handlers.
+    os.kill(run.process.pid, number)
+    code, stdout, stderr = run.end()
+    assert (code, stdout) == (128 + number, "saving\nsaved\n"), stderr
+    assert run.left() == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_chief_that_saves_for_too_long_is_ended(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_GRACE_SECONDS", "0.3" if times == 1 else "60")
+    options = parameter_server_launcher._options(["--workers", "1", "--ps", "1", "--", "python"])
+    received: list[int] = []
+
+    def end(order: dict[str, object]) -> None:
+        if order.get("kind") == "ps":  # Everything is started.
+            received.extend([signal.SIGTERM] * times)
+        elif "signal" in order:
+            agents.told.append({"answer": True, "ranks": [{"ending": True}]})
+
+    agents = NoAgents(end)
+    began = time.monotonic()
+    code = Launch(layout_of(options), options, agents, received).run()  # type: ignore[arg-type]
+    assert code == 128 + signal.SIGTERM
+    assert (time.monotonic() - began >= 0.3) == (times == 1)
+    assert agents.orders[-1] == {"signal": signal.SIGTERM}
+
+
 def test_a_warning_reaches_the_chief_alone(begin: Begin) -> None:
     from_worker = "from hvdtrain.worker.preemption_notice import warned\n"
     run = begin(

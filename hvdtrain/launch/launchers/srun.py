@@ -74,7 +74,7 @@ def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
     hosts = used_hosts(plan.hosts, plan.np)
     return [
         "srun",
-        *_layout(hosts),
+        *_layout(hosts, allocation),
         *_cores(hosts, allocation),
         *(["--overlap"] if allocation.in_step else []),
         f"--immediate={plan.start_timeout or STEP_SECONDS}",
@@ -133,13 +133,15 @@ def used_hosts(hosts: Sequence[Host], np: int) -> tuple[Host, ...]:
     return tuple(used)
 
 
-def _layout(hosts: Sequence[Host]) -> list[str]:
-    """Return the options that place the ranks on the nodes."""
+def _layout(hosts: Sequence[Host], allocation: Allocation) -> list[str]:
+    """Return the options that place the ranks on the nodes, in the order of `hosts`."""
     tasks = sum(host.slots for host in hosts)
     counts = {host.slots for host in hosts}
     size = [f"--nodes={len(hosts)}", f"--ntasks={tasks}"]
-    if len(counts) == 1:
-        names = ",".join(host.name for host in hosts)
+    order = [host.name for host in hosts]
+    # In a block distribution, srun takes the nodes in the allocation's order.
+    if len(counts) == 1 and order == [h.name for h in allocation.hosts if h.name in order]:
+        names = ",".join(order)
         each = f"--ntasks-per-node={counts.pop()}"
         return [*size, each, f"--nodelist={names}", "--distribution=block"]
     # A node is listed once for each of its tasks.

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.environment import (
     EXIT_FAILURE,
     EXIT_HANG,
     EXIT_SIGNAL_BASE,
+    GRACE_SECONDS,
     LAUNCH_ID,
     TERMINAL,
 )
@@ -43,6 +45,7 @@ from hvdtrain.start.parts.agents import Agents, SshSettings, agent_argv, greet, 
 from hvdtrain.start.parts.host_agent import Greeting
 from hvdtrain.start.parts.host_ranks import STOPPED
 from hvdtrain.start.parts.output_tags import LONGEST_ATOM, mark_for, marked_lines, marked_news
+from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
 
 START_SECONDS = 30
 RESTARTS = 10
@@ -139,6 +142,9 @@ class Launch:
     _due: dict[Role, tuple[float, str]] = field(default_factory=dict)
     _chief_code: int | None = None
     _over_at: float | None = None
+    _grace_until: float | None = None
+    _look_at: float = 0.0
+    _is_chief_ending: bool = True
     _lost: str = ""
 
     def run(self) -> int:
@@ -168,10 +174,26 @@ class Launch:
             gone = self._chief_code is not None or ending
             return EXIT_FAILURE if gone or now > (self._over_at or now) else None
         if ending:
-            return EXIT_SIGNAL_BASE + ending[0]
+            return EXIT_SIGNAL_BASE + ending[0] if self._is_over(ending, now) else None
         if self._chief_code is not None:
             return self._chief_code if now >= (self._over_at or now) else None
         return None
+
+    def _is_over(self, ending: Sequence[int], now: float) -> bool:
+        """Forward the first signal to the chief, and return whether its script has handled it or its time is over.
+
+        The servers stay, as they hold the variables that the chief may save.
+        """
+        host = self.layout.hosts[CHIEF]
+        if self._grace_until is None:
+            self._grace_until = now + float(os.environ.get(GRACE_SECONDS, 0))
+            self._look_at = now + LOOK_SECONDS
+            self.agents.order(host, signal=ending[0])
+        elif now >= self._look_at:
+            self._look_at = now + LOOK_SECONDS
+            self.agents.order(host, look=True)
+        is_done = self._chief_code is not None or not self._is_chief_ending
+        return is_done or len(ending) > 1 or now >= self._grace_until
 
     def _greet(self) -> list[str]:
         """Set up every host; return the problems, one message each."""
@@ -218,13 +240,15 @@ class Launch:
             environ=role_environment(self._addresses, role),
         )
 
-    def _hear(self, host: str, news: Mapping[str, list[object]]) -> None:
+    def _hear(self, host: str, news: Mapping[str, Any]) -> None:
         match news:
             case {"output": [int(number), int(descriptor), str(text)]}:
                 data = text.encode("latin-1")
                 _write(descriptor, mark_for(os.environ)(data, number, descriptor, LONGEST_ATOM))
             case {"ended": [int(number), int(code)]}:
                 self._take_end(self.layout.roles[number], code)
+            case {"answer": True, "ranks": [*chief]}:
+                self._is_chief_ending = any(one["ending"] for one in chief)
             case {"ranks": [*chief]} if chief and TERMINAL in os.environ:
                 # `hvdtrain run` itself monitors a chief on its own host.
                 _write(1, marked_news(json.dumps(news), 0))

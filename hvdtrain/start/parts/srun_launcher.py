@@ -17,7 +17,7 @@ from horovod.runner import launch
 from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
-from hvdtrain.environment import HASH_SEED, STATUS_PIPE
+from hvdtrain.environment import GRACE_SECONDS, HASH_SEED, STATUS_PIPE
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.launch.addresses import address_towards
 from hvdtrain.launch.env_forwarding import forwarded, into_tasks, without_value
@@ -25,6 +25,7 @@ from hvdtrain.launch.launchers.srun import STEP_SECONDS
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import start
 from hvdtrain.launch.running.srun_tasks import BEGIN_SECONDS
+from hvdtrain.launch.running.timed_command import ask
 from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, RENDEZVOUS_ADDRESS
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.standard_streams import write_all
@@ -117,7 +118,7 @@ def _start_rendezvous(options: Namespace) -> dict[str, str]:
 
 
 def _run(argv: list[str], environment: dict[str, str]) -> int:
-    """Run srun, forward signals to it, and return its exit code."""
+    """Run srun, forward signals to it or to its tasks, and return its exit code."""
     process: subprocess.Popen[bytes] | None = None
     early: list[int] = []
     ending: list[int] = []
@@ -125,8 +126,10 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     def pass_on(number: int, frame: FrameType | None) -> None:
         if number in ending_signals():
             ending.append(number)
-        # On a first SIGINT, srun only asks for a second one.
-        number = signal.SIGTERM if number == signal.SIGINT else number
+            if process and len(ending) == 1 and _signal_tasks(process, number):
+                return
+            # Ends srun, which kills its tasks. On a first SIGINT, it would only ask for a second one.
+            number = signal.SIGTERM
         if process is None:
             early.append(number)
         else:
@@ -152,6 +155,29 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
         how = how_it_ended(shell_code(code))
         _say(f"srun (process {process.pid}), which starts the ranks and waits for them, {how}")
     return shell_code(code)
+
+
+def _signal_tasks(srun: subprocess.Popen[bytes], number: int) -> bool:
+    """Send a signal that ends the run to srun's tasks, and end srun after HVDTRAIN_GRACE_SECONDS if they go on.
+
+    Returns:
+        Whether the tasks were sent the signal. srun does not forward such signals, but kills its tasks.
+    """
+    grace = float(os.environ.get(GRACE_SECONDS, 0))
+    if not grace:
+        return False
+    signal.signal(signal.SIGALRM, lambda number, frame: srun.terminate())
+    signal.setitimer(signal.ITIMER_REAL, grace)
+    show = ["scontrol", "--oneliner", "show", "step", os.environ.get("SLURM_JOB_ID", "")]
+    # Other steps may run in the job, such as the user's shell.
+    started_by = f"SrunHost:Pid={socket.gethostname().partition('.')[0]}:{srun.pid}"
+    for line in ask(show, limit=grace).answer.splitlines():
+        words = line.split()  # The first one is StepId=JOB.STEP.
+        if started_by in words:
+            step, name = words[0].partition("=")[2], signal.Signals(number).name
+            send = ["scancel", f"--signal={name.removeprefix('SIG')}", step]
+            return ask(send, limit=grace).returncode == 0
+    return False
 
 
 def _say(text: str) -> None:
