@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.addresses import own_names
 from hvdtrain.launch.hosts import MOST_SLOTS
 from hvdtrain.launch.option_types import Need, Option, options_of
 from hvdtrain.launch.secrets import looks_secret
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hvdtrain.launch.env_forwarding import EnvVar
     from hvdtrain.launch.plan import LaunchPlan
 
-_LOCAL = {"localhost", "127.0.0.1"}
 _INTERFACE = re.compile(r"\w[\w.:@-]*", re.ASCII)
 # A path that a shell, and mpirun, which splits at spaces, both read as one word.
 _PLAIN_PATH = re.compile(r"[\w./@%+=:,-]+")
@@ -255,7 +255,8 @@ def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
             f"--ssh-identity-file {str(key)!r}: mpirun and horovodrun accept only letters, digits "
             "and ./_-@%+=:, in this path: move the key, or name it in ~/.ssh/config"
         )
-    if plan.controller == "gloo" and _reaches_other_hosts(plan):
+    by_ssh = plan.launcher == "horovodrun" and _reaches_other_hosts(plan)
+    if plan.controller == "gloo" and by_ssh:
         folder = str(Path.cwd())
         if not _PLAIN_PATH.fullmatch(folder):
             raise UsageError(
@@ -266,5 +267,5 @@ def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
 
 
 def _reaches_other_hosts(plan: LaunchPlan) -> bool:
-    names: Sequence[str] = [host.name for host in plan.hosts]
-    return plan.host_discovery_script is not None or any(name not in _LOCAL for name in names)
+    names = {host.name for host in plan.hosts}
+    return plan.host_discovery_script is not None or not names <= own_names()
