@@ -7,9 +7,9 @@ Horovod allows that; for the rest, only harmless characters are accepted here.
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -136,8 +136,11 @@ def check_bounds(option: Option, value: Any) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
-        if not math.isfinite(number):
-            raise UsageError(f"{option.name} {number}: must be a finite number")
+        # Horovod reads it as a C++ long. False also for nan.
+        if not abs(number) <= sys.maxsize:
+            raise UsageError(
+                f"{option.name} {number}: must be a finite number, at most {sys.maxsize}"
+            )
         enough = least is None or number >= least
         if not enough or not (most is None or number <= most):
             raise UsageError(f"{option.name} {number}: must be {_range(option)}")

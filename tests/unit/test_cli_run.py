@@ -48,6 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["-np", "2", "job.sh"], "job.sh is neither a Python script nor executable: chmod +x"),
         (["-np", "0", "train.py"], "-np 0: must be a number from 1 to 1000000"),
         (["-np", "1000000000", "train.py"], "must be a number from 1 to 1000000"),
+        (["-np", "9" * 400, "train.py"], "must be a finite number, at most 9223372036854775807"),
         (["-np", "two", "train.py"], "for '-np' / '--num-proc': 'two' is not a valid integer"),
         (
             ["--host-discovery-script", "x", "train.py"],

@@ -113,6 +113,7 @@ def test_values_are_one_word_to_sbatch(name: str) -> None:
         ({"nodes": 0}, "--nodes 0: must be at least 1"),
         ({"time": "1h"}, "--time '1h': expected minutes, H:MM:SS or D-HH:MM:SS"),
         ({"time": "1:2:3"}, "--time '1:2:3'"),
+        ({"time": "9" * 5000}, "--time '999"),
         ({"array": "0..3"}, "--array '0..3': expected numbers and ranges"),
         ({"memory": "64 GB"}, "--mem '64 GB'"),
         ({"gpus_per_node": "a100"}, "--gpus-per-node 'a100': expected a number or TYPE:NUMBER"),
