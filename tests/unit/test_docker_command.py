@@ -234,6 +234,8 @@ def test_data_that_the_container_does_not_see_is_named(work: Path) -> None:
     ("words", "message"),
     [
         (["-np", "2", "other.py"], "no such script: other.py"),
+        (["-np", "2", "~no-one/train.py"], "no such script: ~no-one/train.py"),
+        (["-np", "2", "loop.py"], "no such script: loop.py"),
         (["-np", "2", "../away.py"], "../away.py is not visible in the container"),
         (["--config", "../run.yaml"], "../run.yaml is not visible in the container"),
         (
@@ -260,6 +262,7 @@ def test_mistakes_are_said_before_anything_starts(
     (work.parent / "run.yaml").write_text("script: train.py\n")
     (work / "hosts.yaml").write_text("hosts: {a: 2, b: 2}\n")
     (work / "files.yaml").write_text("script: train.py\ntimeline: {filename: /t/t.json}\n")
+    (work / "loop.py").symlink_to("loop.py")
     code, text = call("--dry-run", "--engine", "docker", *words)
     assert (code, message in text) == (2, True), text
 

@@ -259,7 +259,8 @@ def check_reachable(paths: Iterable[Path], container: Container, machine: Machin
         UsageError: A path is outside of them.
     """
     for path in paths:
-        whole = (machine.folder / path.expanduser()).resolve()
+        # Path.resolve raises for a loop of links, before Python 3.13.
+        whole = Path(os.path.realpath(machine.folder / path))
         if not _is_mounted(whole, container, machine):
             raise UsageError(
                 f"{path} is not visible in the container, which mounts only {machine.folder}: "
