@@ -229,7 +229,8 @@ def run(
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
     say = partial(click.echo, err=True)
-    plan = with_tuning(plan_of(values, site, say, set_indirectly(ctx)), say)
+    plan = plan_of(values, site, say, set_indirectly(ctx))
+    plan = with_tuning(plan, say, dry_run=dry_run)
     if hang_timeout:
         patience = replace(patience, limits=limits_of(hang_timeout, plan))
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
