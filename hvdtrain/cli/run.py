@@ -250,7 +250,7 @@ def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
 def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
     """Print the command, and on standard error which secrets it lacks."""
     shown = masked(argv)
-    click.echo(shlex.join(shown))
+    click.echo(os.fsencode(shlex.join(shown)))  # Arguments and names of files may be any bytes.
     if left_out:
         names = ", ".join(left_out)
         click.echo(

@@ -154,7 +154,7 @@ def check_run(values: Mapping[str, Any]) -> None:
 
 
 def _print(request: JobRequest, path: Path) -> None:
-    click.echo(f"{batch_script(request)}\n# {shlex.join(sbatch_argv(path))}")
+    click.echo(os.fsencode(f"{batch_script(request)}\n# {shlex.join(sbatch_argv(path))}"))
     if names := secret_words(request.command):
         click.echo(
             f"before you submit this, set {', '.join(names)}: secret values are left out of it",
@@ -191,8 +191,8 @@ def _write(path: Path, text: str, replacing: bool) -> None:
         # Devices and pipes are not replaced: as root, that would remove /dev/null from the machine.
         if replacing and path.is_file() and not path.is_symlink():
             path.unlink()
-        with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o700)) as file:
-            file.write(text)
+        with open(path, "xb", opener=partial(os.open, mode=0o700)) as file:
+            file.write(os.fsencode(text))
     except OSError as error:
         raise UsageError(f"cannot write the batch script {path}: {error.strerror}") from error
 

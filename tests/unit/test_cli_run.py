@@ -39,6 +39,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_an_argument_that_is_not_utf_8_is_printed_as_it_is(folder: Path) -> None:
+    result = call("run", "-np", "2", "--dry-run", "train.py", os.fsdecode(b"\xff"))
+    assert result.stdout_bytes.endswith(b" train.py '\xff'\n")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

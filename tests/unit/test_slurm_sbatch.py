@@ -394,6 +394,15 @@ def test_submit_writes_what_dry_run_shows(slurm: Path) -> None:
     assert (slurm / ".hvdtrain/jobs").is_dir()
 
 
+def test_a_script_whose_name_is_not_in_utf_8(slurm: Path) -> None:
+    play(slurm, "sbatch", 'cp "${@: -1}" given; echo 12')
+    (slurm / os.fsdecode(b"caf\xe9.py")).touch()
+    dry, done = (call(*words, os.fsdecode(b"caf\xe9.py")) for words in (["--dry-run"], []))
+    assert (done.exit_code, done.stdout) == (0, "12\n")
+    assert (slurm / "given").read_bytes() == dry.stdout_bytes.rpartition(b"\n# ")[0]
+    assert (slurm / "given").read_bytes().endswith(b" run 'caf\xe9.py'\n")
+
+
 def test_a_script_whose_name_begins_as_an_option(slurm: Path) -> None:
     (slurm / "-x.py").touch()
     done = call("--dry-run", "--env", "DATA=/d", "--", "-x.py", "--epochs", "3")
