@@ -8,6 +8,7 @@ While a run lasts, it holds a lock in its folder, which is then neither removed 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -19,11 +20,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.running.run_status import WRITE_SECONDS, read_status
 
 KEPT_RUNS = 20
 _FOLDER = Path(".hvdtrain/logs")
 _NAME = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 _LOCK = ".running"
+# What a file system without locks answers, such as Lustre mounted without flock.
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+_SILENT_SECONDS = 12 * WRITE_SECONDS
+"""Time without a new status after which a run counts as ended, where its lock cannot tell."""
 _STREAMS = {"stdout", "stderr"}
 _CHOOSE = "choose another with --log-dir"
 
@@ -80,8 +86,12 @@ def is_running(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            return True
+        # The run may have been killed, or be one on another host.
+        status = read_status(folder)
+        return status is not None and time.time() - status.updated < _SILENT_SECONDS
     finally:
         os.close(descriptor)
     return False
