@@ -99,6 +99,8 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert terminal.startswith(
         "docker run --rm --label hvdtrain --init --no-healthcheck --interactive --tty --ipc=host"
     )
+    piped = printed(CONTAINER, replace(MACHINE, piped=True))
+    assert " --no-healthcheck --interactive --ipc=host" in piped
     volumes = printed(replace(CONTAINER, volumes=(str(tmp_path), "data:/data:ro")), MACHINE)
     assert f"--volume {tmp_path}:{tmp_path} --volume data:/data:ro --workdir" in volumes
     monkeypatch.setenv("HOME", str(tmp_path))
