@@ -16,9 +16,8 @@ from pathlib import Path
 from hvdtrain.doctor.checks import Check, Options, Result, fail, names_in, ok, warn
 from hvdtrain.environment import LOG_DIR
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.host_limits import cpu_quota
+from hvdtrain.host_limits import available_cores, cpu_quota
 from hvdtrain.launch.installed_horovod import find_mpirun, installed_controllers
-from hvdtrain.worker.rank_environment import available_cores
 from hvdtrain.worker.secret_files import deliver, withdraw
 
 GROUP = "Machine"
