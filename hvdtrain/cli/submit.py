@@ -24,12 +24,10 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import check_bounds, check_image, check_servers
 from hvdtrain.launch.rank_program import program_given
 from hvdtrain.launch.secrets import variable_to_pass
-from hvdtrain.launch.slurm.job_queue import follow_job, sbatch_argv, submit_job
+from hvdtrain.launch.slurm.job_queue import SCRIPTS, follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning, secret_words
 from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import HOROVOD, choose_strategy
-
-FOLDER = Path(".hvdtrain/jobs")
 
 
 @click.command(cls=ThroughRun)
@@ -101,7 +99,9 @@ def submit(
         conceal_secrets(values["env"], part.program[1:])
     check_run(values)
     job["job_name"] = job["job_name"] or _name(values)
-    job["output"] = job["output"] or str(FOLDER / ("%x-%A_%a.out" if job["array"] else "%x-%j.out"))
+    job["output"] = job["output"] or str(
+        SCRIPTS / ("%x-%A_%a.out" if job["array"] else "%x-%j.out")
+    )
     if job["requeue"] and job["warning_seconds"] is None:
         job["warning_seconds"] = default_warning(job["time"])
     request = JobRequest(command=_command(part, values["env"]), **job)
@@ -178,9 +178,9 @@ def _follow(job_id: str) -> int:
 
 def _new_file(job_name: str) -> Path:
     stem = f"{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = FOLDER / f"{stem}.sbatch", 2
+    path, number = SCRIPTS / f"{stem}.sbatch", 2
     while path.exists():
-        path, number = FOLDER / f"{stem}-{number}.sbatch", number + 1
+        path, number = SCRIPTS / f"{stem}-{number}.sbatch", number + 1
     return path
 
 
