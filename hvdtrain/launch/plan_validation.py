@@ -7,6 +7,7 @@ Horovod allows that; for the rest, only harmless characters are accepted here.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -20,7 +21,7 @@ from hvdtrain.launch.addresses import own_names
 from hvdtrain.launch.hosts import MOST_SLOTS
 from hvdtrain.launch.option_types import Need, Option, options_of
 from hvdtrain.launch.secrets import looks_secret
-from hvdtrain.launch.user_files import check_files, check_script
+from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import PARAMETER_SERVER
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def check(plan: LaunchPlan) -> None:
     _check_times(plan)
     _check_exclusions(plan)
     check_variables(plan.env)
-    check_files(plan, elsewhere=_reaches_other_hosts(plan))
+    _check_files(plan)
     _check_what_reaches_a_shell(plan)
 
 
@@ -235,6 +236,45 @@ def check_variables(variables: Sequence[EnvVar]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"--env {name} appears twice: keep only one")
+
+
+def check_key(key: Path | None) -> None:
+    """Check that the ssh key, if one is given, is a file. Raises UsageError if not."""
+    if key is not None and not key.is_file():
+        raise UsageError(f"--ssh-identity-file: no such file: {key}")
+
+
+def _check_files(plan: LaunchPlan) -> None:
+    check_key(plan.ssh_identity_file)
+    discovery = plan.host_discovery_script
+    if discovery is not None and not discovery.is_file():
+        raise UsageError(f"--host-discovery-script: no such file: {discovery}")
+    if discovery is not None and not os.access(discovery, os.X_OK):
+        raise UsageError(
+            f"--host-discovery-script: {discovery} cannot be executed: chmod +x {discovery}"
+        )
+    # On other hosts, the ranks' folders may be others.
+    if not _reaches_other_hosts(plan):
+        _check_outputs(plan)
+
+
+def _check_outputs(plan: LaunchPlan) -> None:
+    """Check the output files: Horovod does not report those it cannot write, and mpirun crashes."""
+    for option, file in (
+        ("--timeline-filename", plan.timeline_filename),
+        ("--autotune-log-file", plan.autotune_log_file),
+    ):
+        if file is not None and file.is_dir():
+            raise UsageError(f"{option}: {file} is a folder: pass a file")
+        if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"{option}: cannot write to the folder {file.parent}")
+    folder = plan.output_filename
+    if folder is not None:
+        if folder.is_file():
+            raise UsageError(f"--output-filename: {folder} is a file: pass a folder")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UsageError(f"--output-filename: cannot write to the folder {there}")
 
 
 def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
