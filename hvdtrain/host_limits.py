@@ -15,6 +15,13 @@ _ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _Read = Callable[[Path], float | None]
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may run on (its affinity mask, not the machine's total)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
     """Return the CPU quota of this process in cores, or None.
 

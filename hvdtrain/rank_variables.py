@@ -27,6 +27,7 @@ _LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNR
 # PMIx has no variable for the size, so Slurm's is used; by itself it proves nothing, since batch scripts have it too.
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _PLACE = re.compile(
     rf"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|ELASTIC|GLOO_(RENDEZVOUS_.*|IFACE))|{CONTROLLER}|{CPU_OPERATIONS}"
     r"|(OMPI_COMM|PMIX|PMI)_.*|MPI_LOCAL(NRANKS|RANKID)"
@@ -107,6 +108,6 @@ def _slurm_sizes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _first_number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
     for name in names:
-        if environ.get(name, "").isdecimal():
+        if _NUMBER.fullmatch(environ.get(name, "")):
             return int(environ[name])
     return default

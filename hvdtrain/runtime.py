@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError, warn_user
+from hvdtrain.host_limits import available_cores
 from hvdtrain.profiled_steps import asked_steps
 from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, is_one_host, is_rank, size_of
 from hvdtrain.strategy_names import (
@@ -33,7 +34,7 @@ from hvdtrain.worker.cpu_scheduling import (
 )
 from hvdtrain.worker.heartbeat import beat
 from hvdtrain.worker.phases import follow_imported
-from hvdtrain.worker.rank_environment import available_cores, rank_environment
+from hvdtrain.worker.rank_environment import rank_environment
 from hvdtrain.worker.stuck_rank import end_when_stuck
 
 GONE = "Horovod has not been initialized"

@@ -14,6 +14,9 @@ TPU = "tpu"
 CENTRAL_STORAGE = "central-storage"
 PARAMETER_SERVER = "parameter-server"
 
+TPU_CHIPS = ("accel*", "vfio/[0-9]*")
+"""Patterns in /dev for the TPU chips of a machine: accelerators of the host, or VFIO groups."""
+
 STRATEGY = "HVDTRAIN_STRATEGY"
 """Strategy of a process whose script names none; `hvdtrain run --strategy` sets it."""
 

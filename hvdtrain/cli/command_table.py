@@ -130,7 +130,7 @@ class CommandTable(click.Group):
             sys.exit(EXIT_FAILURE)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Errors of hvdtrain exit with one message and their exit code."""
+        """Run the command. Errors of hvdtrain, and of files, exit with one message and their exit code."""
         from hvdtrain.errors import HvdtrainError
 
         try:
@@ -152,6 +152,13 @@ class CommandTable(click.Group):
         except HvdtrainError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            # A name that is too long, or a folder that may not be searched: before Python 3.14, even Path.exists
+            # raises these. Errors of writing the output name no file: `main` reports those.
+            if error.filename is None:
+                raise
+            click.echo(f"Error: {error.filename}: {error.strerror}", err=True)
+            ctx.exit(EXIT_USAGE)
 
 
 def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:

@@ -190,6 +190,7 @@ def _machine(engine: ContainerEngine) -> Machine:
         gid=os.getgid(),
         folder=Path.cwd(),
         terminal=sys.stdin.isatty() and sys.stdout.isatty(),
+        piped=not sys.stdin.isatty(),
         rdma=Path("/dev/infiniband").is_dir(),
         selinux=enforcing.exists() and enforcing.read_text().strip() == "1",
         locks_memory=by_daemon or may_lift_limits(),

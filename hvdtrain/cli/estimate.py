@@ -15,7 +15,7 @@ import click
 
 from hvdtrain.errors import EngineError
 from hvdtrain.host_limits import TOO_LOW, memory_limit
-from hvdtrain.rank_variables import is_rank_variable
+from hvdtrain.rank_variables import without_rank_variables
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -54,7 +54,7 @@ def _run(np: int, per_host: int, script: Path, arguments: tuple[str, ...]) -> di
     Raises:
         EngineError: If a signal ended the planned fit.
     """
-    environ = {name: value for name, value in os.environ.items() if not is_rank_variable(name)}
+    environ = without_rank_variables(os.environ)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-estimate-") as folder:
         report = Path(folder, "report.json")
         module = "hvdtrain.estimate.planned_fit"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,8 @@ class RunPart:
 
     Attributes:
         options: Words of its options.
-        program: Script and its arguments. Empty if a configuration file names the script.
+        program: Script and its arguments, with `--` before them if it was typed: in that case they may be arguments of
+            the script in a configuration file. Empty if nothing but options was typed.
     """
 
     options: tuple[str, ...] = ()
@@ -32,8 +33,7 @@ class RunPart:
 
     @property
     def words(self) -> tuple[str, ...]:
-        dashes = ("--",) if self.program and self.program[0].startswith("-") else ()
-        return (*self.options, *dashes, *self.program)
+        return (*self.options, *self.program)
 
     def read(self, ctx: click.Context) -> click.Context:
         """Parse it as `hvdtrain run` would. Returns the context of that command.
@@ -69,16 +69,15 @@ class ThroughRun(SectionedCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         typed = list(args)
         rest = super().parse_args(ctx, args)
-        given, _, order = self.make_parser(ctx).parse_args(typed)
+        given, _, order = self.make_parser(ctx).parse_args(list(typed))
         passed: dict[str, click.Parameter] = {}
-        for (
-            one
-        ) in self._passed:  # The first of a name is the option; the others are flags that set it.
+        # The first of a name is the option; the others are flags that set it.
+        for one in self._passed:
             passed.setdefault(str(one.name), one)
         names = dict.fromkeys(str(one.name) for one in order)
         ctx.obj = RunPart(
             tuple(word for name in names if name in passed for word in _words(passed[name], given)),
-            tuple(_program(given)),
+            _program(given, typed),
         )
         return rest
 
@@ -109,8 +108,10 @@ def _words(parameter: click.Parameter, given: Mapping[str, Any]) -> Iterable[str
             yield from words
 
 
-def _program(given: Mapping[str, Any]) -> Sequence[str]:
+def _program(given: Mapping[str, Any], typed: list[str]) -> tuple[str, ...]:
     script, arguments = given.get("script"), given.get("arguments")
     if not isinstance(script, str):
         return ()
-    return (script, *(arguments if isinstance(arguments, list | tuple) else ()))
+    words = (script, *(arguments if isinstance(arguments, list | tuple) else ()))
+    before = typed[: -len(words)]
+    return ("--", *words) if before[-1:] == ["--"] else words

@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.running.log_folder import is_running
+from hvdtrain.launch.running.log_folder import LOGS, is_running
 from hvdtrain.launch.running.processes import start
-from hvdtrain.launch.running_jobs import LOGS, Job, find_jobs, the_job
+from hvdtrain.launch.running_jobs import Job, find_jobs, the_job
 from hvdtrain.launch.slurm.job_queue import follow_job
 from hvdtrain.signals import shell_code
 

@@ -229,7 +229,8 @@ def run(
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
     say = partial(click.echo, err=True)
-    plan = with_tuning(plan_of(values, site, say, set_indirectly(ctx)), say)
+    plan = plan_of(values, site, say, set_indirectly(ctx))
+    plan = with_tuning(plan, say, dry_run=dry_run)
     if hang_timeout:
         patience = replace(patience, limits=limits_of(hang_timeout, plan))
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
@@ -249,7 +250,7 @@ def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
 def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
     """Print the command, and on standard error which secrets it lacks."""
     shown = masked(argv)
-    click.echo(shlex.join(shown))
+    click.echo(os.fsencode(shlex.join(shown)))  # Arguments and names of files may be any bytes.
     if left_out:
         names = ", ".join(left_out)
         click.echo(

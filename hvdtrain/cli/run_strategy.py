@@ -21,7 +21,7 @@ from hvdtrain.launch.launchers.parameter_servers import (
 from hvdtrain.launch.launchers.srun import choose_launcher
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.plan_validation import check_bounds, check_variables
+from hvdtrain.launch.plan_validation import check_bounds, check_key, check_variables
 from hvdtrain.launch.rank_program import Program, program_given
 from hvdtrain.launch.slurm.allocation import read_allocation
 from hvdtrain.launch.user_files import check_script
@@ -127,9 +127,7 @@ def _server_plan(
         )
     if allocation is not None and {host.name for host in hosts} == {allocation.this_node}:
         hosts, launcher = (), "horovodrun"  # This machine, whose name need not resolve here.
-    key = values.get("ssh_identity_file")
-    if key is not None and not key.is_file():
-        raise UsageError(f"--ssh-identity-file: no such file: {key}")
+    check_key(values.get("ssh_identity_file"))
     return ServerPlan(
         program=program,
         env=values["env"],
@@ -138,6 +136,6 @@ def _server_plan(
         hosts=hosts,
         by_srun=launcher == "srun",
         ssh_port=values.get("ssh_port"),
-        ssh_identity_file=key,
+        ssh_identity_file=values.get("ssh_identity_file"),
         start_timeout=values.get("start_timeout"),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import click
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.host_limits import available_cores
 from hvdtrain.launch.devices import tpu_here, visible_gpus
 from hvdtrain.launch.installed_horovod import installed_controllers
 from hvdtrain.strategy_names import (
@@ -21,7 +22,6 @@ from hvdtrain.strategy_names import (
     TPU,
     Description,
 )
-from hvdtrain.worker.rank_environment import available_cores
 
 _WIDTH = 80
 _MARGIN = " " * 18

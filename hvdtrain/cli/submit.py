@@ -24,12 +24,10 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import check_bounds, check_image, check_servers
 from hvdtrain.launch.rank_program import program_given
 from hvdtrain.launch.secrets import variable_to_pass
-from hvdtrain.launch.slurm.job_queue import follow_job, sbatch_argv, submit_job
+from hvdtrain.launch.slurm.job_queue import SCRIPTS, follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning, secret_words
 from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import HOROVOD, choose_strategy
-
-FOLDER = Path(".hvdtrain/jobs")
 
 
 @click.command(cls=ThroughRun)
@@ -101,7 +99,9 @@ def submit(
         conceal_secrets(values["env"], part.program[1:])
     check_run(values)
     job["job_name"] = job["job_name"] or _name(values)
-    job["output"] = job["output"] or str(FOLDER / ("%x-%A_%a.out" if job["array"] else "%x-%j.out"))
+    job["output"] = job["output"] or str(
+        SCRIPTS / ("%x-%A_%a.out" if job["array"] else "%x-%j.out")
+    )
     if job["requeue"] and job["warning_seconds"] is None:
         job["warning_seconds"] = default_warning(job["time"])
     request = JobRequest(command=_command(part, values["env"]), **job)
@@ -154,7 +154,7 @@ def check_run(values: Mapping[str, Any]) -> None:
 
 
 def _print(request: JobRequest, path: Path) -> None:
-    click.echo(f"{batch_script(request)}\n# {shlex.join(sbatch_argv(path))}")
+    click.echo(os.fsencode(f"{batch_script(request)}\n# {shlex.join(sbatch_argv(path))}"))
     if names := secret_words(request.command):
         click.echo(
             f"before you submit this, set {', '.join(names)}: secret values are left out of it",
@@ -178,9 +178,9 @@ def _follow(job_id: str) -> int:
 
 def _new_file(job_name: str) -> Path:
     stem = f"{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = FOLDER / f"{stem}.sbatch", 2
+    path, number = SCRIPTS / f"{stem}.sbatch", 2
     while path.exists():
-        path, number = FOLDER / f"{stem}-{number}.sbatch", number + 1
+        path, number = SCRIPTS / f"{stem}-{number}.sbatch", number + 1
     return path
 
 
@@ -191,8 +191,8 @@ def _write(path: Path, text: str, replacing: bool) -> None:
         # Devices and pipes are not replaced: as root, that would remove /dev/null from the machine.
         if replacing and path.is_file() and not path.is_symlink():
             path.unlink()
-        with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o700)) as file:
-            file.write(text)
+        with open(path, "xb", opener=partial(os.open, mode=0o700)) as file:
+            file.write(os.fsencode(text))
     except OSError as error:
         raise UsageError(f"cannot write the batch script {path}: {error.strerror}") from error
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from hvdtrain.cli.bench_options import CONTROLLER, launcher
+from hvdtrain.cli.bench_options import CONTROLLER, launcher, workers
 from hvdtrain.errors import EngineError
 from hvdtrain.launch.rank_program import Program, rank_command
 from hvdtrain.launch.running.timed_command import ending_commands, run
@@ -30,10 +30,7 @@ _SHOWN = 3
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option(
-    "-np", "--num-proc", "np", type=click.IntRange(2), default=2, show_default=True, metavar="N",
-    help="Number of workers.",
-)  # fmt: skip
+@workers(2)
 @click.option(
     "--steps", type=click.IntRange(1), default=5, show_default=True, metavar="K", help="Number of steps to compare.",
 )  # fmt: skip

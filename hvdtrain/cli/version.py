@@ -14,11 +14,11 @@ from hvdtrain import __version__
 from hvdtrain.doctor.checks import Result
 from hvdtrain.doctor.horovod_checks import list_gpus
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.host_limits import available_cores
 from hvdtrain.install.build import installed_key
 from hvdtrain.install.build_environment import parse_mpirun_version, version_of
 from hvdtrain.launch.installed_horovod import find_mpirun, installed_controllers
 from hvdtrain.launch.running.timed_command import run
-from hvdtrain.worker.rank_environment import available_cores
 
 ASK_SECONDS = 3.0
 _MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}

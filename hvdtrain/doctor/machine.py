@@ -16,9 +16,9 @@ from pathlib import Path
 from hvdtrain.doctor.checks import Check, Options, Result, fail, names_in, ok, warn
 from hvdtrain.environment import LOG_DIR
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.host_limits import cpu_quota
+from hvdtrain.host_limits import available_cores, cpu_quota
 from hvdtrain.launch.installed_horovod import find_mpirun, installed_controllers
-from hvdtrain.worker.rank_environment import available_cores
+from hvdtrain.launch.running.log_folder import LOGS
 from hvdtrain.worker.secret_files import deliver, withdraw
 
 GROUP = "Machine"
@@ -91,7 +91,7 @@ def check_log_folder(environ: Mapping[str, str]) -> Result:
     """Check the folder that the user specified, or the one that a run creates in the working folder."""
     name = "log folder"
     named = environ.get(LOG_DIR)
-    folder = Path(named or ".hvdtrain/logs")
+    folder = Path(named or LOGS)
     why = write_error(folder)
     if why and named:
         fix = f"export {LOG_DIR}=... with a folder that you can write to, or unset it"

@@ -4,7 +4,6 @@ import importlib.metadata
 import json
 import os
 import shlex
-import sys
 import sysconfig
 import tempfile
 from pathlib import Path, PurePosixPath
@@ -13,6 +12,7 @@ from urllib.parse import unquote, urlparse
 import click
 
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.host_limits import available_cores
 from hvdtrain.install import recipe, selftest
 from hvdtrain.install.cache import WheelCache, cache_folder
 from hvdtrain.install.logged_command import CommandFailed, run
@@ -96,7 +96,7 @@ def build(wanted: Recipe, cache: WheelCache, log: Path) -> Path:
             recipe.wheel_command(workspace),
             label=f"Building Horovod {recipe.HOROVOD_VERSION}",
             log=log,
-            environment=recipe.build_environment(wanted, workspace, os.environ, jobs()),
+            environment=recipe.build_environment(wanted, workspace, os.environ, available_cores()),
         )
         wheels = list(workspace.wheels.glob("horovod-*.whl"))
         if len(wheels) != 1:
@@ -155,7 +155,7 @@ def test(wanted: Recipe, log: Path) -> None:
 def dry_run(wanted: Recipe) -> str:
     """Format the environment and the commands of the build for display."""
     workspace = Workspace(Path(tempfile.gettempdir(), "hvdtrain-horovod"))
-    environment = recipe.build_environment(wanted, workspace, os.environ, jobs())
+    environment = recipe.build_environment(wanted, workspace, os.environ, available_cores())
     changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     kept = WheelCache(cache_folder(os.environ)).wheels / wanted.key
     launcher = recipe.cmake_launcher(wanted, workspace, horovod_folder()).splitlines()[-1]
@@ -177,8 +177,3 @@ def dry_run(wanted: Recipe) -> str:
 def horovod_folder() -> Path:
     """Return the folder of Horovod's TensorFlow library after installation."""
     return Path(sysconfig.get_path("platlib"), "horovod/tensorflow").resolve()
-
-
-def jobs() -> int:
-    """Return the number of parallel compilers: one per core that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

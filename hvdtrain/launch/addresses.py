@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1"})
+"""Names that every machine has for itself."""
+
+
+def own_names() -> frozenset[str]:
+    """Return the names of this machine."""
+    return LOCAL_NAMES | {os.uname().nodename}
 
 
 def address_towards(host: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ FOLDER = Path(".hvdtrain/autotune")
 _SEARCH = "autotune"
 
 
-def with_tuning(plan: LaunchPlan, say: Callable[[str], None]) -> LaunchPlan:
+def with_tuning(
+    plan: LaunchPlan, say: Callable[[str], None], *, dry_run: bool = False
+) -> LaunchPlan:
     """Return the plan with what an earlier run has found in place of --autotune, or else with a log to find it in.
 
     Options that the user gave keep their values. Elastic jobs are tuned in every run, as their workers change.
@@ -31,13 +34,26 @@ def with_tuning(plan: LaunchPlan, say: Callable[[str], None]) -> LaunchPlan:
     Args:
         plan: The plan.
         say: Function called with a message for the user.
+        dry_run: Whether the plan is only printed. If so, the folder of the logs is not created.
     """
     if not plan.autotune or plan.autotune_log_file is not None or plan.elastic:
         return plan
     log = FOLDER / f"{_key(plan)}.csv"
     found = read_log(log)
     if found is None:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        if dry_run and not os.access(FOLDER, os.W_OK | os.X_OK):
+            say(f"--autotune: a run also saves the values that Horovod finds to {log}, if it can")
+            return plan
+        try:
+            if not dry_run:
+                FOLDER.mkdir(parents=True, exist_ok=True)
+                log.touch()  # Horovod does not report a log that it cannot write.
+        except OSError as error:
+            say(
+                f"--autotune: not saving the values that Horovod finds, as {log} cannot be written "
+                f"({error.strerror}): the next run has to find them again"
+            )
+            return plan
         say(f"--autotune: saving the values that Horovod finds to {log}, for the next run")
         return replace(plan, autotune_log_file=log)
     say(f"--autotune: using the values found by an earlier run; remove {log} to tune again")
@@ -70,13 +86,8 @@ def read_log(path: Path) -> dict[str, Any] | None:
         ways = ("hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce")
         found |= {name: True for name in ways if best[name]}
         return found if best["cache_enabled"] else found | {"cache_capacity": 0}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # Missing, or cut off by a crash.
+    # Missing, or cut off by a crash.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

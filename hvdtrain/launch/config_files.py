@@ -14,6 +14,7 @@ the working folder, as in horovodrun.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,8 @@ HOROVOD_SECTIONS: dict[str, dict[str, str]] = {
 }
 # Always strings, for the script and the environment: 1.10 must not become 1.1, nor `no` a boolean.
 _AS_WRITTEN = {"arguments", "env"}
+# What no argument, variable or path can contain.
+_NO_ARGUMENT = re.compile("[\0\ud800-\udfff]")
 _TEXT = "tag:yaml.org,2002:str"
 # Section -> its switch, and whether Horovod applies the rest of the section when the switch is absent.
 _SWITCHES = {"autotune": ("enabled", False), "timeline": ("filename", False)}
@@ -129,9 +132,11 @@ def _load(path: Path) -> dict[str, Any]:
     text = read_text(path, "configuration")
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
-            if "\0" in getattr(event, "value", ""):
+            if _NO_ARGUMENT.search(getattr(event, "value", "")):
                 line = event.start_mark.line + 1
-                raise UsageError(f"{path}, line {line}: a string cannot contain a NUL byte")
+                raise UsageError(
+                    f"{path}, line {line}: a string cannot contain a NUL byte, or half of a surrogate pair"
+                )
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:

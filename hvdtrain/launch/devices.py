@@ -11,12 +11,11 @@ from pathlib import Path
 
 from hvdtrain.host_limits import cpu_quota
 from hvdtrain.launch.running.timed_command import ask
+from hvdtrain.strategy_names import TPU_CHIPS
 
 _CPUS = Path("/sys/devices/system/cpu")
 _TPU_NAME = "TPU_NAME"
 _GPU_FILES = "dev/nvidia[0-9]*"
-# Device files of TPU chips: accelerators of the host, or VFIO groups.
-_TPU_FILES = ("dev/accel*", "dev/vfio/[0-9]*")
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
@@ -38,8 +37,8 @@ def tpu_here(environ: Mapping[str, str], root: Path = Path("/")) -> str:
     """Return how a TPU can be reached: `TPU_NAME=...`, or its device file. Empty if there is no TPU."""
     if environ.get(_TPU_NAME):
         return f"{_TPU_NAME}={environ[_TPU_NAME]}"
-    for pattern in _TPU_FILES:
-        files = sorted(root.glob(pattern))
+    for pattern in TPU_CHIPS:
+        files = sorted(root.glob(f"dev/{pattern}"))
         if files:
             return f"/{files[0].relative_to(root)}"
     return ""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hvdtrain.environment import FORWARD
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.addresses import LOCAL_NAMES, own_names
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.installed_horovod import find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
@@ -46,7 +47,7 @@ class Site:
     horovodrun: str = "horovodrun"
     mpirun: str | None = None
     mpi_prefix: str = ""
-    names: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
+    names: frozenset[str] = LOCAL_NAMES
     home: str = ""
     allocation: Allocation | None = None
     image: str | None = None
@@ -65,7 +66,7 @@ def this_site(allocation: Allocation | None = None, image: str | None = None) ->
         horovodrun=str(own) if elsewhere else "horovodrun",
         mpirun=mpirun,
         mpi_prefix=str(prefix) if prefix and (prefix / "bin" / "orted").exists() else "",
-        names=Site.names | {os.uname().nodename},
+        names=own_names(),
         home="" if "HOME" in os.environ else _home(),
         allocation=allocation,
         image=image,

@@ -7,26 +7,27 @@ Horovod allows that; for the rest, only harmless characters are accepted here.
 
 from __future__ import annotations
 
-import math
+import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.addresses import own_names
 from hvdtrain.launch.hosts import MOST_SLOTS
 from hvdtrain.launch.option_types import Need, Option, options_of
 from hvdtrain.launch.secrets import looks_secret
-from hvdtrain.launch.user_files import check_files, check_script
+from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from hvdtrain.launch.env_forwarding import EnvVar
     from hvdtrain.launch.plan import LaunchPlan
 
-_LOCAL = {"localhost", "127.0.0.1"}
 _INTERFACE = re.compile(r"\w[\w.:@-]*", re.ASCII)
 # A path that a shell, and mpirun, which splits at spaces, both read as one word.
 _PLAIN_PATH = re.compile(r"[\w./@%+=:,-]+")
@@ -91,7 +92,7 @@ def check(plan: LaunchPlan) -> None:
     _check_times(plan)
     _check_exclusions(plan)
     check_variables(plan.env)
-    check_files(plan, elsewhere=_reaches_other_hosts(plan))
+    _check_files(plan)
     _check_what_reaches_a_shell(plan)
 
 
@@ -136,8 +137,11 @@ def check_bounds(option: Option, value: Any) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
-        if not math.isfinite(number):
-            raise UsageError(f"{option.name} {number}: must be a finite number")
+        # Horovod reads it as a C++ long. False also for nan.
+        if not abs(number) <= sys.maxsize:
+            raise UsageError(
+                f"{option.name} {number}: must be a finite number, at most {sys.maxsize}"
+            )
         enough = least is None or number >= least
         if not enough or not (most is None or number <= most):
             raise UsageError(f"{option.name} {number}: must be {_range(option)}")
@@ -234,6 +238,45 @@ def check_variables(variables: Sequence[EnvVar]) -> None:
             raise UsageError(f"--env {name} appears twice: keep only one")
 
 
+def check_key(key: Path | None) -> None:
+    """Check that the ssh key, if one is given, is a file. Raises UsageError if not."""
+    if key is not None and not key.is_file():
+        raise UsageError(f"--ssh-identity-file: no such file: {key}")
+
+
+def _check_files(plan: LaunchPlan) -> None:
+    check_key(plan.ssh_identity_file)
+    discovery = plan.host_discovery_script
+    if discovery is not None and not discovery.is_file():
+        raise UsageError(f"--host-discovery-script: no such file: {discovery}")
+    if discovery is not None and not os.access(discovery, os.X_OK):
+        raise UsageError(
+            f"--host-discovery-script: {discovery} cannot be executed: chmod +x {discovery}"
+        )
+    # On other hosts, the ranks' folders may be others.
+    if not _reaches_other_hosts(plan):
+        _check_outputs(plan)
+
+
+def _check_outputs(plan: LaunchPlan) -> None:
+    """Check the output files: Horovod does not report those it cannot write, and mpirun crashes."""
+    for option, file in (
+        ("--timeline-filename", plan.timeline_filename),
+        ("--autotune-log-file", plan.autotune_log_file),
+    ):
+        if file is not None and file.is_dir():
+            raise UsageError(f"{option}: {file} is a folder: pass a file")
+        if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"{option}: cannot write to the folder {file.parent}")
+    folder = plan.output_filename
+    if folder is not None:
+        if folder.is_file():
+            raise UsageError(f"--output-filename: {folder} is a file: pass a folder")
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UsageError(f"--output-filename: cannot write to the folder {there}")
+
+
 def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
     for option, text in (("--mpi-args", plan.mpi_args), ("--binding-args", plan.binding_args)):
         words = mpi_words(option, text) if text is not None else ()
@@ -255,7 +298,8 @@ def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
             f"--ssh-identity-file {str(key)!r}: mpirun and horovodrun accept only letters, digits "
             "and ./_-@%+=:, in this path: move the key, or name it in ~/.ssh/config"
         )
-    if plan.controller == "gloo" and _reaches_other_hosts(plan):
+    by_ssh = plan.launcher == "horovodrun" and _reaches_other_hosts(plan)
+    if plan.controller == "gloo" and by_ssh:
         folder = str(Path.cwd())
         if not _PLAIN_PATH.fullmatch(folder):
             raise UsageError(
@@ -266,5 +310,5 @@ def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
 
 
 def _reaches_other_hosts(plan: LaunchPlan) -> bool:
-    names: Sequence[str] = [host.name for host in plan.hosts]
-    return plan.host_discovery_script is not None or any(name not in _LOCAL for name in names)
+    names = {host.name for host in plan.hosts}
+    return plan.host_discovery_script is not None or not names <= own_names()

@@ -19,13 +19,12 @@ from typing import Any
 from hvdtrain.environment import LAUNCH_ID, LOG_DIR
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.container.container_command import LABEL
+from hvdtrain.launch.running.log_folder import LOGS
 from hvdtrain.launch.running.processes import environment_of
 from hvdtrain.launch.running.run_status import RunStatus, read_status
 from hvdtrain.launch.running.timed_command import ask
-from hvdtrain.launch.slurm.job_queue import ENDED, JobState, read_states
+from hvdtrain.launch.slurm.job_queue import ENDED, SCRIPTS, JobState, read_states
 
-_SCRIPTS = ".hvdtrain/jobs"
-LOGS = Path(".hvdtrain/logs")
 SHORT = 8
 CLOCK_SECONDS = 2.0
 """Maximum difference between file times and the clock."""
@@ -127,7 +126,7 @@ def _slurm_jobs() -> Iterable[Job]:
     own = re.compile(rf"\bUserId=[^ ]*\({os.getuid()}\)")
     for line in text.splitlines():
         states = read_states(line)
-        if states and own.search(line) and f"/{_SCRIPTS}/" in line and states[0].state not in ENDED:
+        if states and own.search(line) and f"/{SCRIPTS}/" in line and states[0].state not in ENDED:
             yield _slurm_job(states[0])
 
 

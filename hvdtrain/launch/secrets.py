@@ -33,6 +33,8 @@ _NUMBER = re.compile(r"[+-]?\d{1,9}(\.\d{0,9})?(e[+-]?\d{1,3})?", re.ASCII | re.
 _PASSWORD = re.compile(r"(?:db|pg)?(?:pass(?:word|wd|phrase)?|pwd|secret)s?")
 # https://user:password@host/...
 _URL_WITH_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s]+(?=@)")
+# https://token@host/... Most names of users are shorter.
+_URL_WITH_TOKEN = re.compile(r"(://)[^/\s:@]{10,}(?=@)")
 # https://host/...?token=value&...
 _PARAMETER = re.compile(r"(?P<head>[?&](?P<name>[\w.-]+)=)(?P<value>[^&#\s]+)")
 # A single letter such as -p does not hint at its value; -password does, like --password.
@@ -114,8 +116,9 @@ def _masked_words(text: str) -> str:
 
 
 def _masked_urls(text: str) -> str:
-    """Mask passwords in URLs, and secret values among their parameters."""
-    text = _URL_WITH_PASSWORD.sub(rf"\g<1>{MASK}", text)
+    """Mask passwords and tokens before the host in URLs, and secret values among their parameters."""
+    for secret in (_URL_WITH_PASSWORD, _URL_WITH_TOKEN):
+        text = secret.sub(rf"\g<1>{MASK}", text)
     return _PARAMETER.sub(
         lambda found: (
             found["head"] + MASK if _is_secrets(found["name"], found["value"]) else found[0]

@@ -1,16 +1,12 @@
-"""Check files that the user specifies: configurations, hostfiles, scripts, and those that Horovod writes."""
+"""Read the files that the user specifies: configurations, hostfiles and scripts."""
 
 from __future__ import annotations
 
 import os
 import select
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hvdtrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from hvdtrain.launch.plan import LaunchPlan
 
 MOST_BYTES = 2**20
 """Maximum size of a text file: more than any configuration, and a bound for devices such as /dev/zero."""
@@ -51,48 +47,6 @@ def read_text(path: Path, what: str) -> str:
     if len(data) > MOST_BYTES:
         raise UsageError(f"the {what} {path} is longer than a megabyte: is it the right file?")
     return text
-
-
-def check_files(plan: LaunchPlan, *, elsewhere: bool) -> None:
-    """Check that the files of the plan can be read or written.
-
-    Args:
-        plan: The plan.
-        elsewhere: Whether ranks run on other hosts, where their output files may be.
-
-    Raises:
-        UsageError: A file cannot be used.
-    """
-    key, discovery = plan.ssh_identity_file, plan.host_discovery_script
-    if key is not None and not key.is_file():
-        raise UsageError(f"--ssh-identity-file: no such file: {key}")
-    if discovery is not None and not discovery.is_file():
-        raise UsageError(f"--host-discovery-script: no such file: {discovery}")
-    if discovery is not None and not os.access(discovery, os.X_OK):
-        raise UsageError(
-            f"--host-discovery-script: {discovery} cannot be executed: chmod +x {discovery}"
-        )
-    if not elsewhere:
-        _check_outputs(plan)
-
-
-def _check_outputs(plan: LaunchPlan) -> None:
-    """Check the output files: Horovod does not report those it cannot write, and mpirun crashes."""
-    for option, file in (
-        ("--timeline-filename", plan.timeline_filename),
-        ("--autotune-log-file", plan.autotune_log_file),
-    ):
-        if file is not None and file.is_dir():
-            raise UsageError(f"{option}: {file} is a folder: pass a file")
-        if file is not None and not os.access(file.parent, os.W_OK | os.X_OK):
-            raise UsageError(f"{option}: cannot write to the folder {file.parent}")
-    folder = plan.output_filename
-    if folder is not None:
-        if folder.is_file():
-            raise UsageError(f"--output-filename: {folder} is a file: pass a folder")
-        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UsageError(f"--output-filename: cannot write to the folder {there}")
 
 
 def check_script(script: Path) -> None:

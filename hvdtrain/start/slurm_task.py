@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from hvdtrain.environment import LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.host_limits import available_cores
 from hvdtrain.launch.addresses import interface_towards
 from hvdtrain.launch.running.processes import Pipes, start
 from hvdtrain.launch.running.rank_monitor import RankMonitor, as_json
@@ -30,7 +31,6 @@ from hvdtrain.signals import outlive_signals, shell_code
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.output_tags import LONGEST_PIECE, mark_for, marked_news
 from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
-from hvdtrain.worker.rank_environment import available_cores
 
 INTERFACE = "HOROVOD_GLOO_IFACE"
 TICK_SECONDS = 0.1

@@ -26,9 +26,7 @@ from hvdtrain.strategies.replica_strategy import ReplicaStrategy
 from hvdtrain.strategies.strategy import ModelSource
 from hvdtrain.strategies.trial import in_one_line
 from hvdtrain.strategy_names import TPU as NAME
-
-CHIPS = ("accel*", "vfio/[0-9]*")
-"""Patterns in /dev for the TPU chips of a machine."""
+from hvdtrain.strategy_names import TPU_CHIPS
 
 METADATA = "169.254.169.254"
 """Address of the metadata server on Google Cloud machines; elsewhere nothing answers there."""
@@ -134,7 +132,7 @@ def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str
         UsageError: There is no TPU that this TensorFlow can use.
     """
     wanted = name or environ.get("TPU_NAME") or None
-    chips = any(path for pattern in CHIPS for path in devices.glob(pattern))
+    chips = any(path for pattern in TPU_CHIPS for path in devices.glob(pattern))
     if wanted is None and not chips:
         raise UsageError(
             f"strategy {NAME}: this machine has no TPU (no chip in {devices}), and TPU_NAME does not name another: run "

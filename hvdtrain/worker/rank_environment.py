@@ -7,18 +7,10 @@ them up to twice as fast. All variables here are defaults: those that the user h
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from hvdtrain.environment import RANK_CORES, STALL_DEFAULTS
 from hvdtrain.rank_variables import local_size_of
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may run on (its affinity mask, not the machine's total)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:

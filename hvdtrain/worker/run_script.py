@@ -35,6 +35,7 @@ from hvdtrain.environment import (
     TERMINAL,
 )
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.host_limits import available_cores
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS, is_elastic, rank_of
 from hvdtrain.standard_streams import write_all
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
@@ -50,7 +51,7 @@ from hvdtrain.worker.failure_report import Failure, encoded, is_secondary, text_
 from hvdtrain.worker.heartbeat import beat
 from hvdtrain.worker.import_hooks import TENSORFLOW_FIRST, on_import
 from hvdtrain.worker.output_frames import frame_output
-from hvdtrain.worker.rank_environment import available_cores, rank_environment
+from hvdtrain.worker.rank_environment import rank_environment
 from hvdtrain.worker.secret_files import delivered
 
 CLEAN_UP_SECONDS = 1.0

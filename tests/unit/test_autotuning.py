@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from hvdtrain.cli.command_table import main
-from hvdtrain.launch.autotuning import read_log
+from hvdtrain.launch.autotuning import FOLDER, read_log, with_tuning
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.rank_program import Program
 
 HEADER = (
     "hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,"
@@ -63,6 +66,8 @@ def test_the_next_run_takes_what_was_found(tmp_path: Path, monkeypatch: pytest.M
             CliRunner().invoke(main, [*base, *options, *script], prog_name="hvdtrain").stdout
         )
 
+    assert "--autotune" in printed() and not Path(".hvdtrain").exists(), "a dry run writes nothing"
+    FOLDER.mkdir(parents=True)
     first = printed("--autotune-warmup-samples", "1")
     log = Path(first[first.index("--autotune-log-file") + 1])
     assert "--autotune" in first and "--cycle-time-ms" not in first
@@ -89,3 +94,20 @@ def test_the_next_run_takes_what_was_found(tmp_path: Path, monkeypatch: pytest.M
         printed("--autotune-log-file", "mine.csv"),
     ):
         assert "--autotune" in other and str(log) not in other
+
+
+def test_where_nothing_can_be_saved_the_run_is_tuned_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    plan = LaunchPlan(program=Program(Path("train.py")), np=2, controller="gloo", autotune=True)
+    said: list[str] = []
+    log = with_tuning(plan, said.append).autotune_log_file
+    assert log is not None and log.parent == FOLDER and said[0].endswith(f"{log}, for the next run")
+    shutil.rmtree(".hvdtrain")
+    Path(".hvdtrain").touch()
+    for dry_run in (False, True):
+        assert with_tuning(plan, said.append, dry_run=dry_run) == plan
+    assert "cannot be written (Not a directory): the next run has to find them" in said[1]
+    assert f"saves the values that Horovod finds to {log}, if it can" in said[2]

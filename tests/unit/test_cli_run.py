@@ -39,6 +39,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_an_argument_that_is_not_utf_8_is_printed_as_it_is(folder: Path) -> None:
+    result = call("run", "-np", "2", "--dry-run", "train.py", os.fsdecode(b"\xff"))
+    assert result.stdout_bytes.endswith(b" train.py '\xff'\n")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -48,6 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["-np", "2", "job.sh"], "job.sh is neither a Python script nor executable: chmod +x"),
         (["-np", "0", "train.py"], "-np 0: must be a number from 1 to 1000000"),
         (["-np", "1000000000", "train.py"], "must be a number from 1 to 1000000"),
+        (["-np", "9" * 400, "train.py"], "must be a finite number, at most 9223372036854775807"),
         (["-np", "two", "train.py"], "for '-np' / '--num-proc': 'two' is not a valid integer"),
         (
             ["--host-discovery-script", "x", "train.py"],

@@ -20,7 +20,7 @@ from hvdtrain import environment as names
 from hvdtrain.cli.command_table import COMMANDS, EXIT_CODES, main
 from hvdtrain.cli.version import version_text
 from hvdtrain.doctor import software
-from hvdtrain.environment import EXIT_INTERRUPTED
+from hvdtrain.environment import EXIT_INTERRUPTED, EXIT_USAGE
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "commands.txt"
@@ -52,6 +52,34 @@ def test_commands_and_options_are_these() -> None:
     if "HVDTRAIN_RENEW_GOLDEN" in os.environ:
         GOLDEN.write_text(listed)
     assert listed == GOLDEN.read_text(), test_commands_and_options_are_these.__doc__
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "-np", "2", f"{LONG}.py"],
+        ["run", "-np", "2", "--controller", "gloo", "--timeline-filename", LONG, __file__],
+        ["run", "-np", "2", "--host-discovery-script", LONG, __file__],
+        ["submit", f"{LONG}.py"],
+        ["submit", "-J", LONG, __file__],
+        ["docker", "--dry-run", "--engine", "docker", f"{LONG}.py"],
+        ["docker", "--dry-run", "--engine", "docker", "--volume", f"./{LONG}", __file__],
+        ["logs", LONG],
+        ["new", "mnist", LONG],
+    ],
+    ids=lambda words: " ".join(word for word in words if LONG not in word and word != __file__),
+)
+def test_a_path_that_cannot_be_is_one_message(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".hvdtrain/jobs").mkdir(parents=True)
+    result = CliRunner().invoke(main, words, prog_name="hvdtrain")
+    assert result.exit_code == EXIT_USAGE, result.output
+    assert re.fullmatch(f"(.*\n)?Error: .*{LONG}.*: File name too long\n", result.stderr)
 
 
 def test_every_command_says_what_it_does_and_every_option_too() -> None:

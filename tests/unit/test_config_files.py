@@ -138,6 +138,7 @@ def test_script_arguments_and_options_from_a_file(folder: Path) -> None:
         ("? {a: 1}\n: 2", "line 1: a key must be a single word"),
         ("log-dir: 2024-13-45", "month must be in 1..12: put strings in quotes"),
         ('arguments: ["a\\0b"]', "line 1: a string cannot contain a NUL byte"),
+        ('env: {A: "\\ud800"}', "line 1: a string cannot contain a NUL byte, or half of a surr"),
         ('np: 2\nlog-dir: "a\\0b"', "line 2: a string cannot contain a NUL byte"),
         ("np: " + "[" * 2000 + "]" * 2000, "is nested too deeply"),
     ],

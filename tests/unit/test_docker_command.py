@@ -99,6 +99,8 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert terminal.startswith(
         "docker run --rm --label hvdtrain --init --no-healthcheck --interactive --tty --ipc=host"
     )
+    piped = printed(CONTAINER, replace(MACHINE, piped=True))
+    assert " --no-healthcheck --interactive --ipc=host" in piped
     volumes = printed(replace(CONTAINER, volumes=(str(tmp_path), "data:/data:ro")), MACHINE)
     assert f"--volume {tmp_path}:{tmp_path} --volume data:/data:ro --workdir" in volumes
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -234,6 +236,8 @@ def test_data_that_the_container_does_not_see_is_named(work: Path) -> None:
     ("words", "message"),
     [
         (["-np", "2", "other.py"], "no such script: other.py"),
+        (["-np", "2", "~no-one/train.py"], "no such script: ~no-one/train.py"),
+        (["-np", "2", "loop.py"], "no such script: loop.py"),
         (["-np", "2", "../away.py"], "../away.py is not visible in the container"),
         (["--config", "../run.yaml"], "../run.yaml is not visible in the container"),
         (
@@ -260,6 +264,7 @@ def test_mistakes_are_said_before_anything_starts(
     (work.parent / "run.yaml").write_text("script: train.py\n")
     (work / "hosts.yaml").write_text("hosts: {a: 2, b: 2}\n")
     (work / "files.yaml").write_text("script: train.py\ntimeline: {filename: /t/t.json}\n")
+    (work / "loop.py").symlink_to("loop.py")
     code, text = call("--dry-run", "--engine", "docker", *words)
     assert (code, message in text) == (2, True), text
 

@@ -112,6 +112,10 @@ def test_the_two_parts_of_the_line(folder: Path) -> None:
     assert part.words == ("-np", "4", "train.py", "--image", "x")
     part = part_of("submit", "-N4", "-np", "4", "-p", "gpu", "--ssh-port=7", "--", "-t.py", "-N")
     assert part.words == ("-np", "4", "--ssh-port", "7", "--", "-t.py", "-N")
+    part = part_of("docker", "--config", "c.yaml", "--", "foo", "bar")
+    assert part.words == ("--config", "c.yaml", "--", "foo", "bar"), (
+        "arguments of the file's script"
+    )
     part = part_of("submit", "--mpi-args=-mca a b", "--env", "A=1", "--env=B=2", "train.py")
     assert part.options == ("--mpi-args=-mca a b", "--env", "A=1", "--env", "B=2")
 

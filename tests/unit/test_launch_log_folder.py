@@ -1,8 +1,10 @@
 """The folder of a run's files."""
 
+import errno
 import itertools
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from terminal import Terminal
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.log_folder import KEPT_RUNS, is_running, make_log_dir, running_in
+from hvdtrain.launch.running.run_status import RunStatus
 
 
 @pytest.fixture
@@ -65,6 +68,22 @@ def test_a_folder_of_a_run_that_lasts_is_not_used_again(home: Path) -> None:
             make_log_dir(folder)
     assert not is_running(folder)
     assert make_log_dir(folder) == folder
+
+
+def test_without_locks_a_run_lasts_as_long_as_it_says_so(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    folder = make_log_dir(home / "logs")
+    with running_in(folder):
+        RunStatus("1", "train.py").with_ranks([]).write(folder)
+        assert is_running(folder)
+        replace(RunStatus("1", "train.py"), updated=time.time() - 100).write(folder)
+        assert not is_running(folder)
+        assert make_log_dir(folder) == folder, "a requeued job starts where it was killed"
 
 
 def test_the_last_runs_are_kept_and_those_that_last(

@@ -4,14 +4,13 @@ import errno
 import io
 import resource
 from pathlib import Path
-from typing import Any
 
 import pytest
 from terminal import Terminal
 
 from hvdtrain.launch.running.log_filter import is_noise, without_noise, without_stamp
 from hvdtrain.launch.running.output import Output
-from hvdtrain.launch.running.output_writers import LogFiles, write_all
+from hvdtrain.launch.running.output_writers import LogFiles
 from hvdtrain.launch.running.process_names import ALONE, ProcessNames
 from hvdtrain.start.parts.output_tags import marked
 from hvdtrain.worker.failure_report import LONGEST_TEXT, Failure, from_line
@@ -277,16 +276,6 @@ def test_a_stream_that_fails_is_left_and_the_logs_are_kept(
     if stream == "stdout" and number == errno.EIO:
         expected = f"{told}{tmp_path}\n{expected}"
     assert other.getvalue().decode() == expected
-
-
-def test_short_writes_lose_nothing() -> None:
-    class Narrow(io.BytesIO):
-        def write(self, data: Any) -> int:
-            return super().write(data[:3])
-
-    narrow = Narrow()
-    write_all(narrow, b"0123456789")
-    assert narrow.getvalue() == b"0123456789"
 
 
 def test_there_may_be_as_many_logs_as_the_system_allows(tmp_path: Path) -> None:

@@ -194,6 +194,8 @@ def test_paths_that_horovod_gives_to_a_shell(
         plan_of(script, hosts=HOSTS)
     assert plan_of(script, hosts=(Host("localhost", 2),)).np == 2
     assert plan_of(script, hosts=HOSTS, controller="mpi").np == 2
+    assert plan_of(script, hosts=HOSTS, launcher="srun").np == 2, "srun uses no shell"
+    assert plan_of(script, hosts=(Host(os.uname().nodename, 2),)).np == 2
 
 
 def test_one_core_for_horovods_thread_needs_one_worker_a_host(script: Path) -> None:

@@ -78,6 +78,8 @@ def test_a_short_number_is_a_size_and_no_key() -> None:
 
 def test_a_url_with_a_password_is_secret() -> None:
     assert looks_secret("TRACKING", "https://me:hush@host:80/x")
+    assert looks_secret("TRACKING", "https://ghp_abcdef@github.com/o/r")
+    assert not looks_secret("TRACKING", "ssh://git@github.com/o/r")
     assert not looks_secret("TRACKING", "https://host:80/x@y")
     assert not looks_secret("TRACKING", "a:2,b:3")
 

@@ -32,6 +32,10 @@ SRUN_PMIX = {"PMIX_RANK": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
 LAUNCHERS = [GLOO, OPEN_MPI, MPICH, SRUN_PMIX]
 
 
+def test_what_is_no_number_of_ranks() -> None:
+    assert [size_of({"HOROVOD_SIZE": text}) for text in ("", "two", "9" * 5000)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("told", LAUNCHERS)
 def test_a_rank_under_every_launcher(told: dict[str, str]) -> None:
     assert (is_rank(told), rank_of(told), size_of(told)) == (True, 2, 4)

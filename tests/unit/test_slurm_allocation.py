@@ -33,6 +33,11 @@ REQUESTS = {
     ),
     "-N2 -n3": ({"NTASKS": "3", "TASKS_PER_NODE": "2,1"}, "n1:2 n2:1"),
     "-n 5, no layout": ({"NTASKS": "5"}, "n1:3 n2:2"),
+    "-N2, in a step of one node": ({"STEP_ID": "0", "NTASKS": "1", "TASKS_PER_NODE": "1"}, "n1:1 n2:1"),
+    "-N2 --ntasks-per-node=2, in a step of one node": (
+        {"STEP_ID": "0", "NTASKS": "1", "TASKS_PER_NODE": "1", "NTASKS_PER_NODE": "2"},
+        "n1:2 n2:2",
+    ),
     "layout of another step": ({"NTASKS": "4", "TASKS_PER_NODE": "1(x2)", "NTASKS_PER_NODE": "2"}, "n1:2 n2:2"),
 }  # fmt: skip
 
@@ -92,6 +97,9 @@ def test_outside_of_slurm() -> None:
     [
         ({"JOB_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST: cannot read the node list 'n[1-'"),
         ({"NTASKS": "two"}, "SLURM_NTASKS='two': expected a number"),
+        ({"NTASKS": "9" * 5000}, "999': expected a number"),
+        ({"TASKS_PER_NODE": "9" * 5000, "NTASKS": "2"}, "SLURM_TASKS_PER_NODE: cannot read '999"),
+        ({"JOB_NODELIST": f"n[{'9' * 5000}]"}, "SLURM_JOB_NODELIST: cannot read [999"),
         ({"NTASKS": "1"}, "SLURM_NTASKS=1 is fewer than one task per node (2 nodes)"),
         ({"NTASKS": "3", "TASKS_PER_NODE": "1;2"}, "SLURM_TASKS_PER_NODE: cannot read '1;2'"),
         (

@@ -113,6 +113,7 @@ def test_values_are_one_word_to_sbatch(name: str) -> None:
         ({"nodes": 0}, "--nodes 0: must be at least 1"),
         ({"time": "1h"}, "--time '1h': expected minutes, H:MM:SS or D-HH:MM:SS"),
         ({"time": "1:2:3"}, "--time '1:2:3'"),
+        ({"time": "9" * 5000}, "--time '999"),
         ({"array": "0..3"}, "--array '0..3': expected numbers and ranges"),
         ({"memory": "64 GB"}, "--mem '64 GB'"),
         ({"gpus_per_node": "a100"}, "--gpus-per-node 'a100': expected a number or TYPE:NUMBER"),
@@ -391,6 +392,15 @@ def test_submit_writes_what_dry_run_shows(slurm: Path) -> None:
     ]
     assert "hvdtrain run train.py --epochs 'a b' &\n" in script
     assert (slurm / ".hvdtrain/jobs").is_dir()
+
+
+def test_a_script_whose_name_is_not_in_utf_8(slurm: Path) -> None:
+    play(slurm, "sbatch", 'cp "${@: -1}" given; echo 12')
+    (slurm / os.fsdecode(b"caf\xe9.py")).touch()
+    dry, done = (call(*words, os.fsdecode(b"caf\xe9.py")) for words in (["--dry-run"], []))
+    assert (done.exit_code, done.stdout) == (0, "12\n")
+    assert (slurm / "given").read_bytes() == dry.stdout_bytes.rpartition(b"\n# ")[0]
+    assert (slurm / "given").read_bytes().endswith(b" run 'caf\xe9.py'\n")
 
 
 def test_a_script_whose_name_begins_as_an_option(slurm: Path) -> None:

@@ -33,6 +33,7 @@ def test_without_ssh_other_hosts_are_out_of_reach(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "")
     monkeypatch.setattr(horovod_launcher, "_remote_hosts", lambda parsed: ["a", "b"])
     monkeypatch.setenv("HVDTRAIN_LAUNCH_ID", "x")
     assert exit_code_of(lambda: launch_ranks(["-np", "2", "-H", "a:1,b:1", "python"])) == 1

@@ -29,6 +29,7 @@ def test_hosts_and_slots(tmp_path: Path) -> None:
         ("sleep 60", "failed: no answer within 1 s"),
         ("echo a:x", "printed 'a:x': expected NAME or NAME:SLOTS"),
         ("echo a b", "printed 'a b': expected NAME or NAME:SLOTS"),
+        ("echo a:99999999999", "printed 'a:99999999999': at most 1000000 slots"),
     ],
 )
 def test_a_script_that_fails(

@@ -47,6 +47,8 @@ class Machine:
         uid, gid: User and group ID of the user.
         folder: Absolute path of the current folder.
         terminal: Whether standard input and output are a terminal.
+        piped: Whether standard input is a pipe or a file. A terminal is passed on only with the output's: a command in
+            the background (`hvdtrain docker train.py > log &`) would be stopped for reading it.
         rdma: Whether the machine has InfiniBand or RoCE devices.
         selinux: Whether SELinux is enforcing.
         locks_memory: Whether the engine may lift the limit on locked memory.
@@ -58,6 +60,7 @@ class Machine:
     gid: int
     folder: Path
     terminal: bool = False
+    piped: bool = False
     rdma: bool = False
     selinux: bool = False
     locks_memory: bool = True
@@ -138,7 +141,8 @@ def docker_argv(container: Container, machine: Machine) -> list[str]:
         *(["--init"] if machine.engine == "docker" else []),
         # The image's health check tests the ssh server.
         *(["--no-healthcheck"] if container.command != SSHD else []),
-        *(["--interactive", "--tty"] if machine.terminal else []),
+        *(["--interactive"] if machine.terminal or machine.piped else []),
+        *(["--tty"] if machine.terminal else []),
         *_gpus(container.gpus, machine.engine),
         *_memory(container, machine),
         *_network(container, machine),
@@ -259,7 +263,8 @@ def check_reachable(paths: Iterable[Path], container: Container, machine: Machin
         UsageError: A path is outside of them.
     """
     for path in paths:
-        whole = (machine.folder / path.expanduser()).resolve()
+        # Path.resolve raises for a loop of links, before Python 3.13.
+        whole = Path(os.path.realpath(machine.folder / path))
         if not _is_mounted(whole, container, machine):
             raise UsageError(
                 f"{path} is not visible in the container, which mounts only {machine.folder}: "

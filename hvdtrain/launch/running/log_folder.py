@@ -8,6 +8,7 @@ While a run lasts, it holds a lock in its folder, which is then neither removed 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -19,11 +20,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.running.run_status import WRITE_SECONDS, read_status
 
 KEPT_RUNS = 20
-_FOLDER = Path(".hvdtrain/logs")
+LOGS = Path(".hvdtrain/logs")
+"""Folder of the runs' folders, in the working folder."""
 _NAME = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 _LOCK = ".running"
+# What a file system without locks answers, such as Lustre mounted without flock.
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+_SILENT_SECONDS = 12 * WRITE_SECONDS
+"""Time without a new status after which a run counts as ended, where its lock cannot tell."""
 _STREAMS = {"stdout", "stderr"}
 _CHOOSE = "choose another with --log-dir"
 
@@ -80,8 +87,12 @@ def is_running(folder: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            return True
+        # The run may have been killed, or be one on another host.
+        status = read_status(folder)
+        return status is not None and time.time() - status.updated < _SILENT_SECONDS
     finally:
         os.close(descriptor)
     return False
@@ -90,15 +101,15 @@ def is_running(folder: Path) -> bool:
 def _new_folder() -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
-        for folder in (_FOLDER.parent, _FOLDER):
+        for folder in (LOGS.parent, LOGS):
             folder.mkdir(mode=0o700, exist_ok=True)
         for number in range(1, 1000):
-            path = _FOLDER / (stamp if number == 1 else f"{stamp}-{number}")
+            path = LOGS / (stamp if number == 1 else f"{stamp}-{number}")
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
                 _remove_old(path)
                 return path
-        raise UsageError(f"too many log folders in {_FOLDER}: {_CHOOSE}")
+        raise UsageError(f"too many log folders in {LOGS}: {_CHOOSE}")
     except OSError as error:
         return _elsewhere(error)
 
@@ -109,10 +120,10 @@ def _elsewhere(error: OSError) -> Path:
         path = tempfile.mkdtemp(prefix="hvdtrain-logs-")
     except OSError as second:
         raise UsageError(
-            f"cannot create a log folder, neither {_FOLDER} ({error.strerror}) nor one for "
+            f"cannot create a log folder, neither {LOGS} ({error.strerror}) nor one for "
             f"temporary files ({second.strerror}): {_CHOOSE}"
         ) from second
-    _warn(f"cannot write to {_FOLDER} ({error.strerror}): the logs of this run are in {path}")
+    _warn(f"cannot write to {LOGS} ({error.strerror}): the logs of this run are in {path}")
     return Path(path)
 
 
@@ -120,7 +131,7 @@ def _remove_old(new: Path) -> None:
     """Remove the oldest folders, keeping KEPT_RUNS including the new one, and those of unfinished runs."""
     runs = sorted(
         (match[1], int(match[2] or 1), path)
-        for path in _FOLDER.iterdir()
+        for path in LOGS.iterdir()
         if path != new and (match := _NAME.fullmatch(path.name)) and not path.is_symlink()
     )
     for *_, path in runs[: 1 - KEPT_RUNS]:

@@ -19,20 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
 
+from hvdtrain.standard_streams import write_all
+
 FAREWELL_SECONDS = 1.0
 """Time limit for a stalled reader once the run is ending."""
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
-
-
-def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write all of `data`, even to an unbuffered file, which may accept fewer bytes at a time. Raises OSError."""
-    while data:
-        written: int | None = file.write(data)
-        if written is None:  # The terminal is in non-blocking mode.
-            select.select([], [file], [])
-        data = data[written or 0 :]
 
 
 def bytes_of(stream: TextIO) -> BinaryIO:
@@ -88,7 +81,7 @@ class LogFiles:
                     self._files[name] = self._open(self.folder / name)
                 file = self._files[name]
                 if file is not None:
-                    write_all(file, b"".join(parts))
+                    write_all(file.fileno(), b"".join(parts))
             except OSError as error:
                 self._lose(name, error)
 

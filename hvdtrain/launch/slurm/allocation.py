@@ -112,6 +112,11 @@ def _nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _slots(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
     """Return the number of ranks for each node."""
+    layout = _counts(environ, "layout")
+    if _VARIABLES["step"] in environ and layout and len(layout) != nodes:
+        # In a step, the layout and the number of tasks are the step's, which may have fewer nodes than the job.
+        of_step = {_VARIABLES["layout"], _VARIABLES["tasks"]}
+        environ = {name: value for name, value in environ.items() if name not in of_step}
     tasks = _number(environ, "tasks")
     each = _number(environ, "tasks per node")
     if tasks is None and each is None:
@@ -135,13 +140,15 @@ def _gpus_per_node(environ: Mapping[str, str]) -> int:
     text = environ.get(_VARIABLES["gpus per node"])
     if text is None:
         return _number(environ, "gpus here") or 0
-    numbers = [re.fullmatch(r"(?:[^:,]*:)*(\d+)", item, re.ASCII) for item in text.split(",")]
+    numbers = [re.fullmatch(r"(?:[^:,]*:)*(\d{1,18})", item, re.ASCII) for item in text.split(",")]
     if not all(numbers):
         raise _wrong(environ, "gpus per node", "a number, or type:number")
     return sum(int(match[1]) for match in numbers if match)
 
 
-def _counts(environ: Mapping[str, str], what: str, nodes: int) -> tuple[int, ...] | None:
+def _counts(
+    environ: Mapping[str, str], what: str, nodes: int | None = None
+) -> tuple[int, ...] | None:
     text = environ.get(_VARIABLES[what])
     if text is None:
         return None
@@ -149,7 +156,7 @@ def _counts(environ: Mapping[str, str], what: str, nodes: int) -> tuple[int, ...
         counts = expand_counts(text)
     except UsageError as error:
         raise UsageError(f"{_VARIABLES[what]}: {error}") from None
-    if len(counts) != nodes:
+    if nodes is not None and len(counts) != nodes:
         raise UsageError(
             f"{_VARIABLES[what]}={text} describes {len(counts)} nodes, but "
             f"{_VARIABLES['nodes']}={environ[_VARIABLES['nodes']]} names {nodes}"
@@ -161,7 +168,7 @@ def _number(environ: Mapping[str, str], what: str) -> int | None:
     text = environ.get(_VARIABLES[what])
     if text is None:
         return None
-    if not re.fullmatch(r"\d+", text, re.ASCII):
+    if not re.fullmatch(r"\d{1,18}", text, re.ASCII):
         raise _wrong(environ, what, "a number")
     return int(text)
 

@@ -13,6 +13,8 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.running.timed_command import NOT_FOUND, ask
 
+SCRIPTS = Path(".hvdtrain/jobs")
+"""Folder of batch scripts and the jobs' output, in the working folder."""
 POLL_SECONDS = 2.0
 SILENCE_SECONDS = 120.0
 """Time for which Slurm may fail to respond (it may be restarting) before following a job is given up."""

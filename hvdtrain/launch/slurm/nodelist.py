@@ -16,8 +16,8 @@ MOST_NODES = 65_536
 
 _TERM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
+_COUNT = re.compile(r"(\d{1,18})(?:\(x(\d{1,18})\))?", re.ASCII)
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ WARNING_SECONDS = 120
 MARGIN_SECONDS = 10
 """Time before its end at which a job that is still training is requeued."""
 
-_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED", re.ASCII)
+_TIME = re.compile(r"(\d{1,9}-)?\d{1,9}(:\d\d){0,2}|UNLIMITED", re.ASCII)
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
 _MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII | re.IGNORECASE)
 _GPUS = re.compile(r"([\w.-]+:)*[1-9]\d*", re.ASCII)

@@ -112,7 +112,7 @@ def _reach(arguments: argparse.Namespace) -> SshSettings:
         port=arguments.ssh_port,
         identity_file=arguments.ssh_identity_file,
         seconds=arguments.start_timeout
-        or int(os.environ.get("HOROVOD_START_TIMEOUT", START_SECONDS)),
+        or int(os.environ.get("HOROVOD_START_TIMEOUT") or START_SECONDS),
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.host_limits import available_cores
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.parameter_server_roles import host_environment
@@ -34,7 +35,6 @@ from hvdtrain.rank_variables import without_rank_variables
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.host_ranks import HostProcesses
 from hvdtrain.start.parts.rank_watch import RankWatch
-from hvdtrain.worker.rank_environment import available_cores
 from hvdtrain.worker.secret_files import deliver, withdraw
 
 SILENCE_SECONDS = 30.0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 
 from hvdtrain.errors import EngineError
+from hvdtrain.launch.hosts import MOST_SLOTS
 from hvdtrain.launch.running.timed_command import ask
 from hvdtrain.start.parts.rendezvous import say
 
 DISCOVERY_SECONDS = 30.0
 """Time limit of the script. Horovod has none, and would block on it."""
+_LINE = re.compile(r"(?P<host>[^: ]+)(:(?P<slots>\d{0,99}))?", re.ASCII)
 
 
 class DiscoveryScript:
@@ -52,8 +55,10 @@ class DiscoveryScript:
             raise EngineError(f"{name} failed: {ran.last_line}")
         found = {}
         for line in filter(None, map(str.strip, ran.stdout.splitlines())):
-            host, _, slots = line.partition(":")
-            if not host or " " in host or not (slots or str(self._slots)).isdecimal():
+            match = _LINE.fullmatch(line)
+            if match is None:
                 raise EngineError(f"{name} printed {line[:80]!r}: expected NAME or NAME:SLOTS")
-            found[host] = int(slots or self._slots)
+            found[match["host"]] = slots = int(match["slots"] or self._slots)
+            if slots > MOST_SLOTS:
+                raise EngineError(f"{name} printed {line[:80]!r}: at most {MOST_SLOTS} slots")
         return found
