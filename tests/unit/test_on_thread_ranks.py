@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.consistency import any_rank
@@ -18,7 +19,6 @@ from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import check_replicas
 from hvdtrain.collectives.statistics import average_statistics
 from hvdtrain.collectives.step_context import Step, in_step
-from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.data import Part, Share, structures
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.optimizer import distribute
