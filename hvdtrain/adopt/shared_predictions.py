@@ -18,6 +18,7 @@ from hvdtrain.data.structures import checksum
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import overridden, own_non_trainable_variables
 from hvdtrain.keras_internals.variables import (
+    assign,
     seed_variables,
     tf_variable,
     untracked_variables,
@@ -54,8 +55,7 @@ def predict_together(predict: Callable[[], Any], model: keras.Model, x: Any) -> 
     told = [problem, str(kinds), checksum(keras.tree.map_structure(np.asarray, x))]
     problem = _first_problem(ALL_RANKS.exchange(told, "adopted_prediction"))
     if problem:
-        for variable, value in zip(state, before, strict=True):
-            variable.assign(value)
+        assign(state, before)
         raise UsageError(problem)
     everyone = ALL_RANKS.exchange(outputs, "adopted_predictions")
     joined = [np.concatenate(parts) for parts in zip(*everyone, strict=True)]

@@ -14,7 +14,6 @@ from the variables' own memory, and the checksum, XXH3 of 128 bits, is about as 
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import xxhash
 from hvdtrain.collectives.encoding import decode, encoded_parts
 from hvdtrain.collectives.finite import is_finite
 from hvdtrain.errors import UsageError, warn_user
+from hvdtrain.replaced_files import flush
 
 FORMAT = 2
 PREFIX, UNFINISHED = "step-", ".unfinished-"
@@ -67,11 +67,7 @@ class Disk:
 
     def flush(self, path: Path) -> None:
         """Flush a file, or the names in a folder, so that a power failure does not lose it."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        flush(path)
 
     def rename(self, path: Path, to: Path) -> None:
         path.replace(to)

@@ -32,6 +32,7 @@ from hvdtrain.keras_internals.models import refresh_constants
 from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import (
+    assign,
     row_states,
     tf_variable,
     unique,
@@ -164,11 +165,9 @@ class CheckpointManager:
             )
         own = ranks[ALL_RANKS.rank() if alike else 0]
         if alike:
-            for variable, value in zip(self._own(), own["variables"], strict=True):
-                tf_variable(variable).assign(value)
+            assign(self._own(), own["variables"])
         else:
-            for variable, value in zip(self._untracked(), own["untracked"], strict=True):
-                variable.assign(value)
+            assign(self._untracked(), own["untracked"])
             self._make_own(ranks)
         for one in self._tracked:
             if isinstance(one, keras.Model):

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.reduction import scaled
 
 Parts: TypeAlias = Callable[[Any], Sequence[Communicator]]
 """Returns the groups of ranks over which a variable is split; none if this rank holds all of it."""
@@ -65,7 +66,7 @@ def clip_by_norm(
     squares = squared_norms(gradients, variables, parts, name)
     if not together:
         return [
-            g if square is None else _times(g, limit / tf.maximum(tf.sqrt(square), limit))
+            g if square is None else scaled(g, limit / tf.maximum(tf.sqrt(square), limit))
             for g, square in zip(gradients, squares, strict=True)
         ]
     own = [square for square in squares if square is not None]
@@ -74,20 +75,13 @@ def clip_by_norm(
     # As in Keras: an inf or nan makes all gradients nan, rather than 0.
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
     # As in Keras, slices become dense with global_clipnorm, but not with clipnorm: Adam squares each slice.
-    return [None if g is None else _times(tf.convert_to_tensor(g), scale) for g in gradients]
+    return [None if g is None else scaled(tf.convert_to_tensor(g), scale) for g in gradients]
 
 
 def _square(gradient: Any) -> tf.Tensor:
     # As in Keras: each slice counts by itself, even if several have the same index.
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
-
-
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _times(gradient.values, factor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _added(values: tf.Tensor, sets: Sequence[Communicator], name: str) -> tf.Tensor:

@@ -12,8 +12,7 @@ other forever are in one place:
   float8 to float16, and others to bytes.
 - A single rank communicates nothing.
 
-`HorovodRanks` is the implementation on Horovod, `LoneRank` a group of one rank; `threads.ThreadRanks` are ranks in one
-process, for tests.
+`HorovodRanks` is the implementation on Horovod, `LoneRank` a group of one rank.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import assign, tf_variable
 
 SUM, SHARE, MAX, MIN, LAST = RULES = ("sum", "share", "max", "min", "last")
 NEAREST = (SHARE, SUM, MAX, MIN, LAST)
@@ -208,17 +208,11 @@ def _kept(metric: keras.metrics.Metric) -> Iterator[None]:
     finally:
         # The first update may have created the variables.
         metric.reset_state()
-        for variable, value in zip(metric.variables, own, strict=False):
-            tf_variable(variable).assign(value)
+        assign(metric.variables[: len(own)], own)
 
 
 def _state(metric: keras.metrics.Metric) -> State:
     return [tf_variable(v).numpy() for v in metric.variables]
-
-
-def _set_state(metric: keras.metrics.Metric, state: State) -> None:
-    for variable, value in zip(metric.variables, state, strict=True):
-        tf_variable(variable).assign(value)
 
 
 def _state_after(
@@ -239,7 +233,7 @@ def _state_after(
 
 
 def _result(metric: keras.metrics.Metric, state: State) -> np.ndarray:
-    _set_state(metric, state)
+    assign(metric.variables, state)
     values = [np.ravel(value) for value in keras.tree.flatten(metric.result())]
     return np.concatenate(values).astype(np.float64)
 

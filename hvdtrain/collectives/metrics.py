@@ -28,7 +28,7 @@ from hvdtrain.collectives.metric_merging import (
     declared_rule,
 )
 from hvdtrain.errors import ReplicaError, UsageError, warn_user
-from hvdtrain.keras_internals.variables import tf_variable, unique
+from hvdtrain.keras_internals.variables import assign, tf_variable, unique
 
 
 def state_variables(metrics: Sequence[keras.metrics.Metric]) -> list[Any]:
@@ -60,8 +60,7 @@ def read_state(metrics: Sequence[keras.metrics.Metric]) -> State:
 
 def write_state(metrics: Sequence[keras.metrics.Metric], state: State) -> None:
     """Set all state variables of `metrics` to values that `read_state` returned."""
-    for variable, value in zip(state_variables(metrics), state, strict=True):
-        tf_variable(variable).assign(value)
+    assign(state_variables(metrics), state)
 
 
 def merge_state(

@@ -43,6 +43,7 @@ from hvdtrain.keras_internals.models import is_built, optimizers_of, refresh_con
 from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import is_distributed
 from hvdtrain.keras_internals.variables import (
+    assign,
     replicated_variables,
     seed_variables,
     tf_variable,
@@ -83,8 +84,7 @@ class TensorFlowState(ObjectState):
 
     def restore(self) -> None:
         """Return to the state that was stored last."""
-        for variable, value in zip(self.variables, self._values, strict=True):
-            tf_variable(variable).assign(value)
+        assign(self.variables, self._values)
         super().restore()
 
     def sync(self) -> None:

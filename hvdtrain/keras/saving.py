@@ -19,6 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras_internals.keras_files import optimizer_class_in
 from hvdtrain.keras_internals.optimizers import is_distributed, optimizer_values_in_hdf5
+from hvdtrain.keras_internals.variables import assign
 
 
 def load_model(
@@ -92,6 +93,5 @@ def _with_state(model: keras.Model, path: str) -> Any:
         raise UsageError(
             f"{path}: the optimizer state in the file does not fit {type(optimizer).__name__} for this model"
         )
-    for variable, value in zip(optimizer.variables, values, strict=True):
-        variable.assign(value)
+    assign(optimizer.variables, values)
     return optimizer

@@ -17,7 +17,7 @@ def is_built(model: keras.Model) -> bool:
 
 
 def refresh_constants(model: keras.Model) -> None:
-    """Let layers compute again what they keep beside their variables, after others were assigned to these."""
+    """Recompute what layers derive from their variables, after the variables were assigned."""
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.Normalization):
             layer.finalize_state()

@@ -12,8 +12,9 @@ replicas, but not the user's.)
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -23,6 +24,7 @@ from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, gradients_taken, inner_of
 from hvdtrain.keras_internals.overlay import overlay
@@ -170,31 +172,22 @@ def _correct_scaling() -> None:
     """Keep Keras from scaling losses by the number of replicas inside a ReplicaScope."""
     with _CORRECTING:
         for name in ("scale_loss_for_distribution", "unscale_loss_for_distribution"):
-            original = getattr(keras_loss, name)
-            if getattr(original, "hvdtrain_corrected", False):
-                continue
+            correct(keras_loss, name, _scaled)
 
-            def corrected(value: Any, original: Any = original) -> Any:
-                return original(value) if current_replica() is None else value
 
-            corrected.hvdtrain_corrected = True  # type: ignore[attr-defined]
-            setattr(keras_loss, name, corrected)
+def _scaled(original: Callable[[Any], Any], value: Any) -> Any:
+    return original(value) if current_replica() is None else value
 
 
 def read_mirrored_scalars() -> None:
     """Let float() and int(), which callbacks use, read Keras variables that are mirrored over the replicas."""
     for kind in (float, int):
-        name = f"__{kind.__name__}__"
-        original = getattr(keras.Variable, name)
-        if getattr(original, "hvdtrain_corrected", False):
-            continue
+        correct(keras.Variable, f"__{kind.__name__}__", functools.partial(_read_as, kind))
 
-        def read(self: Any, kind: Any = kind, original: Any = original) -> Any:
-            mirrored = isinstance(self.value, tf.distribute.DistributedValues)
-            return kind(self.numpy()) if mirrored and self.ndim == 0 else original(self)
 
-        read.hvdtrain_corrected = True  # type: ignore[attr-defined]
-        setattr(keras.Variable, name, read)
+def _read_as(kind: Callable[[Any], Any], original: Callable[[Any], Any], self: Any) -> Any:
+    mirrored = isinstance(self.value, tf.distribute.DistributedValues)
+    return kind(self.numpy()) if mirrored and self.ndim == 0 else original(self)
 
 
 class _OnEachReplica(AppliesByKeras):

@@ -21,6 +21,12 @@ def tf_variable(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
+    """Assign to each of `variables` its value, in the variable's dtype."""
+    for variable, value in zip(map(tf_variable, variables), values, strict=True):
+        variable.assign(tf.cast(value, variable.dtype))
+
+
 def shared_memory_value(variable: Any) -> np.ndarray:
     """Return a variable's value as an array that may share TensorFlow's memory; see `Piece.read`."""
     value = tf_variable(variable).value()  # read_value() takes three times as long.

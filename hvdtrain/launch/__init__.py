@@ -1,5 +1,4 @@
-"""The launch wing turns a user's options into a running job. It imports neither TensorFlow nor
-Horovod.
+"""The launch wing turns a user's options into a running job. It imports neither TensorFlow nor Horovod.
 
 The package itself is callable because `hvdtrain.launch(function, np=2)` is a public name, and importing any module of
 this package sets `hvdtrain.launch` to the package.

@@ -1,6 +1,6 @@
 """Models and optimizer state divided over ranks, by means of Horovod's process sets.
 
-`ShardedOptimizer`, `gathered_state` and `scatter_state` are imported on first use.
+`ShardedOptimizer` is imported on first use.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvdtrain.parallel.zero import ShardedOptimizer, gathered_state, scatter_state
+    from hvdtrain.parallel.zero import ShardedOptimizer
 
-__all__ = ["ShardedOptimizer", "gathered_state", "scatter_state"]
+__all__ = ["ShardedOptimizer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,8 @@
 """Differentiable communication between the ranks that split a layer (Megatron-LM, Shoeybi et al. 2019).
 
 Every rank of a group computes the same loss from the same activations. A "part" is a tensor that differs between the
-ranks: a slice, or a term of a sum. The backward pass of each function is the
-transpose of its forward pass, so the gradient of a whole activation is whole and equal on all ranks, and the gradient
-of a part belongs to that part alone:
+ranks: a slice, or a term of a sum. The backward pass of each function is the transpose of its forward pass, so the
+gradient of a whole activation is whole and equal on all ranks, and the gradient of a part belongs to that part alone:
 
     function          forward                    backward
     copy_to_parts     the same tensor            sum over the ranks            (Megatron's f)

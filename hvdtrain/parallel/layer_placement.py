@@ -80,11 +80,7 @@ def _devices(plan: Mapping[str, str]) -> dict[str, str]:
 
 def _named(layers: Layers, pattern: str) -> list[int]:
     try:
-        named = [
-            identity
-            for identity, paths in layers.paths.items()
-            if any(re.fullmatch(pattern, path) for path in paths)
-        ]
+        named = layers.named(pattern)
     except re.error as error:
         raise UsageError(f"place: {pattern!r} is not a regular expression: {error}") from None
     if not named:

@@ -214,21 +214,13 @@ def _accumulator_piece(
     return _piece(place, name, slot, _shape(slot), shard, sends, read, write)
 
 
-def name_of_state(optimizer: Any, variable: Any) -> str | None:
-    """Return the path of one of an optimizer's variables without the optimizer's own name, which Keras numbers
-    (adam_1); None if it is outside the optimizer's name scope.
-    """
+def _name_in_state(optimizer: Any, variable: Any) -> str:
+    """Return the path of one of an optimizer's variables without the optimizer's own name, which Keras numbers."""
     path = variable_name(variable)
     for scope in (f"{optimizer.name}/", f"{inner_of(optimizer).name}/"):
         if path.startswith(scope):
-            return path.removeprefix(scope)
-    return None
-
-
-def _name_in_state(optimizer: Any, variable: Any) -> str:
-    """Return a name that does not depend on how many optimizers the process made before."""
-    own = name_of_state(optimizer, variable)
-    return variable_name(variable) if own is None else f"optimizer/{own}"
+            return f"optimizer/{path.removeprefix(scope)}"
+    return path
 
 
 def _slot_shard(variable: Any, slot: Any, optimizer: Any) -> Shard | None:

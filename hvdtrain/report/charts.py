@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.report.drawing import COLOURS, drawing
@@ -91,7 +92,7 @@ def speed_chart(runs: Sequence[RunRecord], over: Over) -> Chart:
         axes.set_ylim(bottom=0)
 
     rates = [(run.name, [w.examples_per_second for w in run.windows]) for run in runs]
-    text = "; ".join(f"{name}: median {_median(found):,.0f}" for name, found in rates if found)
+    text = "; ".join(f"{name}: median {median_high(found):,.0f}" for name, found in rates if found)
     return _chart("examples per second", draw, over.label, text)
 
 
@@ -175,10 +176,6 @@ def _told(run: RunRecord, name: str) -> str:
         if found:
             words.append(f"{word} {found[0]:.4g} to {found[-1]:.4g}")
     return f"{run.name}: {', '.join(words)}" if words else ""
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _chart(title: str, draw: Callable[[Axes], None], label: str, text: str) -> Chart:

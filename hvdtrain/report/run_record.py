@@ -163,14 +163,16 @@ class RunRecord:
     @property
     def slowest(self) -> Slowest | None:
         """The slowest worker in the last epoch; None before the first ends, and with one worker."""
+        from statistics import median_low  # Takes 10 ms, which a launch need not wait for.
+
         ranks = next((one.ranks for one in reversed(self.epochs) if one.ranks), None)
         if not ranks:
             return None
         outside = {phase: ranks.get(phase, ()) for phase in ("input", "callbacks", "saving")}
         sums = [sum(each) for each in zip(*outside.values(), strict=True)]
         rank = max(range(len(sums)), key=sums.__getitem__)
-        behind = {phase: one[rank] - _typical(one) for phase, one in outside.items()}
-        lost = sums[rank] - _typical(sums)
+        behind = {phase: one[rank] - median_low(one) for phase, one in outside.items()}
+        lost = sums[rank] - median_low(sums)
         return Slowest(
             rank, lost, lost / max(*ranks["seconds"], 1e-9), max(behind, key=behind.__getitem__)
         )
@@ -449,8 +451,3 @@ def _done(place: PassProgress, epochs: int) -> float | None:
     if place.epoch is None or not place.steps or not epochs:
         return None
     return min(1.0, (place.epoch - 1 + place.step / place.steps) / epochs)
-
-
-def _typical(seconds: Sequence[float]) -> float:
-    """Return the median; of an even number of values, the lower of the middle two."""
-    return sorted(seconds)[(len(seconds) - 1) // 2]

@@ -25,6 +25,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.metric_trials import EVEN_PARTS
+from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.collectives.statistics import SEED_STRIDE
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
@@ -207,7 +208,7 @@ class ReplicaSteps:
     def _step(self, step: str, examples: int, parts: Any, number: Any) -> Logs:
         """Run one step, outside the replicas; `number` is the index of the share if there are several."""
         found, divides = Found(), self._divides(examples)
-        states = [tf_variable(v).read_value() for v in self._metric_variables()]
+        states = [tf_variable(v).read_value() for v in state_variables(self._model.metrics)]
 
         def replica(rows: Any, states: list[tf.Tensor], *number: Any) -> Any:
             if number:
@@ -268,7 +269,7 @@ class ReplicaSteps:
         """
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         mapping = [(v, _own_seed(v, replica)) for v in seed_variables(self._model)]
-        metrics = self._metric_variables()
+        metrics = state_variables(self._model.metrics)
         mapping += [
             (v, tf.zeros_like(state) if _adds_up(v) else state)
             for v, state in zip(metrics, states, strict=True)
@@ -356,9 +357,6 @@ class ReplicaSteps:
 
     def _reduced(self, operation: Any, values: list[Any]) -> list[Any]:
         return [self._strategy.reduce(operation, value, axis=None) for value in values]
-
-    def _metric_variables(self) -> list[Any]:
-        return unique(v for metric in self._model.metrics for v in metric.variables)
 
 
 def _total_of_replicas(divisor: tf.Tensor) -> tf.Tensor:

@@ -12,7 +12,7 @@ learning rate schedules stay aligned over the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import keras
@@ -29,7 +29,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.keras_internals.optimizers import inner_of, optimizer_slots
-from hvdtrain.keras_internals.variables import shared_memory_value, tf_variable
+from hvdtrain.keras_internals.variables import assign, shared_memory_value, tf_variable
 from hvdtrain.strategies.rank_steps import RankSteps
 from hvdtrain.strategies.round_plan import DiLoCo, LocalSGD
 from hvdtrain.strategies.runner import Runner
@@ -99,7 +99,7 @@ class Rounds:
         else:
             for targets in _together([*self._weights, *self._slots]):
                 values = [target.value() for target in targets.values()]
-                _assign(targets.values(), _summed(values, part, self._ranks, "float32"))
+                assign(targets.values(), _summed(values, part, self._ranks, "float32"))
         self.steps = self._local_examples = self._global_examples = 0
 
     def _outer_step(self, sync: DiLoCo, part: float) -> None:
@@ -144,7 +144,7 @@ class Rounds:
         """Restore what `state` returned on this rank."""
         self.steps = state["steps"]
         self._local_examples, self._global_examples = state["own"], state["all"]
-        _assign(self.divergent_variables, state["apart"])
+        assign(self.divergent_variables, state["apart"])
 
     def restore_average(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Start a new round from the average of other ranks' states, weighted by their examples in the round."""
@@ -159,7 +159,7 @@ class Rounds:
                 )
                 for each in values
             ]
-            _assign(self.divergent_variables, mean)
+            assign(self.divergent_variables, mean)
         self.steps = self._local_examples = self._global_examples = 0
 
 
@@ -264,11 +264,6 @@ def _summed(
 
 def _like(variable: tf.Variable) -> tf.Variable:
     return tf.Variable(tf.zeros_like(variable), trainable=False)
-
-
-def _assign(variables: Iterable[tf.Variable], values: Sequence[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(tf.cast(value, variable.dtype))
 
 
 def _refuse(model: keras.Model, sync: Sync) -> None:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.reduction import scaled
 from hvdtrain.collectives.step_context import current_step
+from hvdtrain.keras_internals.variables import assign
 
 TOLERANCE = 1e-3
 """Relative tolerance: a few float32 roundings. A wrong rule is off by about the ratio of the parts' sizes."""
@@ -77,7 +78,7 @@ def kinds_of_growth(
         ):
             if _close(one, other):  # Otherwise the growth is random.
                 rules &= rules_of(one, several, shares, rounding)
-        _write(variables, [s + FURTHER * g for s, g in zip(start, grown, strict=True)])
+        assign(variables, [s + FURTHER * g for s, g in zip(start, grown, strict=True)])
     return Kinds(
         tuple(place for place, rules in enumerate(fitting) if rules == {"sum"}),
         tuple(place for place, rules in enumerate(fitting) if rules == {"mean"}),
@@ -108,17 +109,12 @@ def _growth(
     """Return the change of `variables` from `start` by a step on `data`; restore `start`."""
     run(data)
     grown = [value - before for value, before in zip(_read(variables), start, strict=True)]
-    _write(variables, start)
+    assign(variables, start)
     return grown
 
 
 def _read(variables: Sequence[tf.Variable]) -> Values:
     return [variable.numpy().astype(np.float64) for variable in variables]
-
-
-def _write(variables: Sequence[tf.Variable], values: Values) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(tf.cast(value, variable.dtype))
 
 
 def _rounding(variable: tf.Variable, value: np.ndarray) -> float:

@@ -42,7 +42,7 @@ from hvdtrain.keras_internals.metric_calls import (
     watched,
 )
 from hvdtrain.keras_internals.models import flat_logs, metric_results, metrics_or_logs
-from hvdtrain.keras_internals.variables import tf_variable, unique
+from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.strategies.state_logs import StateLogs
 
 
@@ -95,8 +95,7 @@ class StepMetrics:
         self._tried: set[int] = set()
         self._sums: set[int] = set()
         self.rules: dict[int, str] = {}
-        variables = unique(v for metric in metrics for v in metric.variables)
-        self._targets = [tf_variable(v) for v in variables if can_be_weighted(v)]
+        self._targets = [tf_variable(v) for v in state_variables(metrics) if can_be_weighted(v)]
 
     def count_as_sums(self, variables: Sequence[tf.Variable]) -> None:
         """Treat numbers per batch that metrics add to `variables` as sums over the examples."""

@@ -1,8 +1,7 @@
 """Strategy: the interface between the Trainer and a way to run training steps on all workers.
 
-The base class is the simplest strategy: one process that trains alone, as plain Keras would. Subclasses override what
-differs. All of them keep the Trainer's contract: losses, metrics, predictions and weights are those of one worker with
-the global batch.
+The defaults are those of one process; subclasses make the steps, and override what differs. All of them keep the
+Trainer's contract: losses, metrics, predictions and weights are those of one worker with the global batch.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Steps(Protocol):
 
 
 class Strategy:
-    """One process, no communication.
+    """Interface; the defaults are those of one process.
 
     Attributes:
         name: Name for `Trainer(strategy=...)`.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import socket
 import time
 from dataclasses import dataclass
+from statistics import median_low
 
 import numpy as np
 
@@ -68,10 +69,11 @@ def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | Non
         epoch_seconds: Duration of the epoch in seconds.
     """
     slowest = int(outside.sum(axis=1).argmax())
-    lost = outside[slowest].sum() - _typical(outside.sum(axis=1))
+    # The lower median: of two ranks the faster one.
+    lost = outside[slowest].sum() - median_low(outside.sum(axis=1))
     if lost <= LEAST_SHARE * epoch_seconds:
         return None
-    typical = np.array([_typical(column) for column in outside.T])
+    typical = np.array([median_low(column) for column in outside.T])
     phase = int((outside[slowest] - typical).argmax())
     return Straggler(
         slowest,
@@ -81,11 +83,6 @@ def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | Non
         epoch_seconds,
         float(lost),
     )
-
-
-def _typical(seconds: np.ndarray) -> float:
-    """Return the median; for an even number of ranks the lower of the middle two, so that of two it is the faster."""
-    return float(np.sort(seconds)[(len(seconds) - 1) // 2])
 
 
 class StragglerWatch:

@@ -70,7 +70,6 @@ class Heartbeat:
         step: Index of the last step that it began, from 0; -1 before the first.
         detail: Name of the collective in which it waits, or of a long phase; empty otherwise.
         waiting: Whether it waits in the collective `detail`.
-        beats: Number of its heartbeats; two equal numbers mean no progress in between.
         since: Time of the last heartbeat, in seconds of CLOCK_MONOTONIC on its host.
         allowed: Seconds requested with `long_phase`; 0 if none.
         rank: Rank in an elastic job since the last init; -1 before it, and in other jobs, where ranks do not change.
@@ -80,7 +79,6 @@ class Heartbeat:
     step: int = -1
     detail: str = ""
     waiting: bool = False
-    beats: int = 0
     since: float = 0.0
     allowed: float = 0.0
     rank: int = -1
@@ -245,13 +243,11 @@ class Page:
     def read(self) -> Heartbeat:
         """Return the last heartbeat; raise ValueError if the page is being written at each attempt."""
         for _ in range(100):
-            beats, step, rank, since, allowed, waiting, phase, detail, last = _PAGE.unpack_from(
+            number, step, rank, since, allowed, waiting, phase, detail, last = _PAGE.unpack_from(
                 self._memory
             )
-            if beats == last != 0:
-                return Heartbeat(
-                    _text(phase), step, _text(detail), waiting, beats, since, allowed, rank
-                )
+            if number == last != 0:
+                return Heartbeat(_text(phase), step, _text(detail), waiting, since, allowed, rank)
             if last == 0:
                 return Heartbeat()
         raise ValueError("a heartbeat that is never complete")

@@ -107,8 +107,6 @@ def test_errors(two: Results) -> None:
             "distributed": "wrap it only once",
             "save": "is spread over 2 ranks",
             "h5": "save a .keras file",
-            "lacks": "lacks 'iteration'",
-            "shape": "'table_velocity' has shape (3,), the variable (6, 2)",
             "local": "call this first",
         }
         assert {name for name in wanted if wanted[name] not in found[name]} == set()

@@ -13,7 +13,7 @@ LIMITS = Limits(still=20, waiting=300, busy=900, hang=1800)
 
 def rank(number: int, phase: str = "training", **changes: object) -> RankStatus:
     """A rank that is well, in step 8 if it trains; `changes` are for the status or its heartbeat."""
-    beat = Heartbeat(phase, 7 if phase == "training" else -1, beats=1)  # type: ignore[arg-type]
+    beat = Heartbeat(phase, 7 if phase == "training" else -1)  # type: ignore[arg-type]
     own = {
         name: changes.pop(name) for name in list(changes) if name in Heartbeat.__dataclass_fields__
     }

@@ -8,9 +8,9 @@ from typing import Any
 import communication
 import pytest
 import tensorflow as tf
+from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
 from hvdtrain.collectives.communicator import Average, Communicator
-from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import EngineError, UsageError
 
 

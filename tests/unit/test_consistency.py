@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
+from thread_ranks import run_ranks, thread_ranks
 
 from hvdtrain.collectives import first_rank
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import raise_alike
 from hvdtrain.collectives.first_rank import on_first
-from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.errors import EngineError, UsageError
 
 NO_FOLDER = tf.errors.NotFoundError(None, None, "{{function_node x}} no folder; no such file")

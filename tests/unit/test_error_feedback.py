@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
 import hvdtrain
 import hvdtrain.keras as hvd
@@ -16,7 +17,6 @@ from hvdtrain.collectives.communicator import Average, Sum
 from hvdtrain.collectives.mesh import Mesh, position_in
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.step_context import Step, in_step
-from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.strategies.horovod import HorovodStrategy

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from thread_ranks import thread_ranks
 
 from hvdtrain.collectives.step_context import Step, Total, in_step
-from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
 from hvdtrain.strategies import losses

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from thread_ranks import run_ranks, thread_ranks
 
-from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.data import make_source
 from hvdtrain.strategies.gather import gather_predictions
 

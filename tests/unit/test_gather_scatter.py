@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
-from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.keras_internals.variables import shared_memory_value

@@ -5,10 +5,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from thread_ranks import thread_ranks
 
 import hvdtrain.keras as hvd
 from hvdtrain import runtime
-from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 
 X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")

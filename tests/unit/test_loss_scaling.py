@@ -12,10 +12,11 @@ import tensorflow as tf
 
 pytest.importorskip("horovod.tensorflow")
 
+from thread_ranks import run_ranks, thread_ranks
+
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.step_context import Step, in_step
-from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.parallel.zero.sharded_optimizer import shard
 

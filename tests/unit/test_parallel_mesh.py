@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from thread_ranks import thread_ranks
 
 from hvdtrain.collectives import mesh as mesh_module
 from hvdtrain.collectives.mesh import Mesh, MeshCoordinates
-from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard, mark_shard
 from hvdtrain.parallel.layout import Layout

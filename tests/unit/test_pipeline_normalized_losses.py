@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from thread_ranks import thread_ranks
 
 from hvdtrain.collectives.step_context import current_step
-from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.data import Share
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.models import metric_names

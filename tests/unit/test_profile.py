@@ -17,10 +17,10 @@ pytest.importorskip("horovod.tensorflow")
 import keras
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
+from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
 import hvdtrain
 from hvdtrain.collectives.clocks import clock_offsets, offsets_of
-from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.profiled_steps import MOST_STEPS, PROFILE, asked_steps, parse_steps
 from hvdtrain.runtime import Rank, engine_environment

@@ -13,6 +13,7 @@ pytest.importorskip("horovod.tensorflow")
 
 import keras
 import tensorflow as tf
+from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives import reduction
@@ -22,7 +23,6 @@ from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import broadcast_global_variables, check_replicas, fingerprints
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.collectives.tensor_names import InstanceName, in_this_graph, variables_name
-from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import replicated_variables, trained_variables
 

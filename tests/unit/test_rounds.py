@@ -10,11 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
 from hvdtrain import DiLoCo, LocalSGD
 from hvdtrain.collectives.compression import INT8_BLOCK, int8_sum
 from hvdtrain.collectives.mesh import Mesh, position_in
-from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.data import Share
 from hvdtrain.data.share import find_share
 from hvdtrain.errors import UsageError

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
+from thread_ranks import run_ranks, thread_ranks
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.sparse import add_slices, common_index_ranges, follows_data, sum_slices
-from hvdtrain.collectives.threads import run_ranks, thread_ranks
 
 POSITIONS = np.arange(3)
 

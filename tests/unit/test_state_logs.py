@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
+from thread_ranks import thread_ranks
 
-from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.strategies.state_logs import StateLogs
 
 X = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")

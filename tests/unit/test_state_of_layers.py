@@ -7,11 +7,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from thread_ranks import thread_ranks
 
 import hvdtrain
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.mesh import Mesh, position_in
-from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.keras import callbacks
 from hvdtrain.strategies.training_state import broadcast_state
 

@@ -11,7 +11,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.worker.heartbeat import Heartbeat
 from hvdtrain.worker.stuck_rank import end_when_stuck, reason_to_end
 
-TRAINS = Heartbeat("training", 7, beats=1, since=100.0)
+TRAINS = Heartbeat("training", 7, since=100.0)
 OF_TWO = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
 
 

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from thread_ranks import thread_ranks
 
-from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred_variables import (
     deferred_variables_of,

@@ -16,12 +16,12 @@ pytest.importorskip("horovod.tensorflow")
 import keras
 import tensorflow as tf
 from keras import callbacks as kc
+from thread_ranks import run_ranks, thread_ranks
 
 import hvdtrain
 from hvdtrain.collectives import consistency
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.metrics import check_additive, read_state, write_state
-from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.data import Share, make_source
 from hvdtrain.errors import EngineError, ReplicaError, UsageError
 from hvdtrain.runtime import Rank, engine_errors

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from thread_ranks import run_ranks, thread_ranks
 
-from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.data import Part, ShardedSource, make_source, split
 from hvdtrain.errors import ReplicaError
 from hvdtrain.trainer.shares import epoch_shares

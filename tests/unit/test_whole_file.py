@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
 from hvdtrain.collectives.mesh import Mesh, position_in
-from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.gather_scatter import State, local_state
 from hvdtrain.parallel.layout import Layout

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from thread_ranks import run_ranks, thread_ranks
 
-from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.elastic import KerasState
 from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state

@@ -92,15 +92,11 @@ class StageRunner(Runner):
 
     def _plan_of_stage(self, whole: keras.Model) -> dict[str, str]:
         """Return the entries of the layout's plan that match layers of this stage, or no layer of the model."""
-
-        def named(pattern: str, model: keras.Model) -> bool:
-            paths = [path for paths in Layers(model).paths.values() for path in paths]
-            return any(re.fullmatch(pattern, path) for path in paths)
-
+        here, anywhere = Layers(self.stage.model), Layers(whole)
         return {
             pattern: way
             for pattern, way in self._layout.split.items()
-            if named(pattern, self.stage.model) or not named(pattern, whole)
+            if here.named(pattern) or not anywhere.named(pattern)
         }
 
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:

@@ -166,6 +166,12 @@ class Layers:
             if not known:
                 self._visit(layer, f"{path}/")
 
+    def named(self, pattern: str) -> list[int]:
+        """Return the ids of the layers with a path that `pattern` matches as a whole."""
+        return [
+            i for i, paths in self.paths.items() if any(re.fullmatch(pattern, p) for p in paths)
+        ]
+
     def splittable(self) -> list[str]:
         """Return the paths of layers that can be split."""
         return [self.paths[i][0] for i, layer in self.by_id.items() if type(layer) in KINDS]
@@ -176,9 +182,7 @@ def _ways(layers: Layers, plan: Mapping[str, str]) -> dict[int, str]:
     found: dict[int, str] = {}
     by_pattern: dict[int, str] = {}
     for pattern, way in plan.items():
-        named = [
-            i for i, paths in layers.paths.items() if any(re.fullmatch(pattern, p) for p in paths)
-        ]
+        named = layers.named(pattern)
         if not named:
             paths = layers.splittable()
             shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")

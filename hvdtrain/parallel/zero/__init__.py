@@ -1,6 +1,5 @@
 """ZeRO stage 1: optimizer state divided over the ranks that hold the same variables."""
 
-from hvdtrain.parallel.zero.plain_state import gathered_state, scatter_state, state_names
 from hvdtrain.parallel.zero.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["ShardedOptimizer", "gathered_state", "scatter_state", "state_names"]
+__all__ = ["ShardedOptimizer"]

@@ -34,7 +34,7 @@ from hvdtrain.keras_internals.corrections import outside_clusters, prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
 from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
 from hvdtrain.keras_internals.overlay import overlay
-from hvdtrain.keras_internals.variables import tf_variable, variable_name
+from hvdtrain.keras_internals.variables import bytes_of, tf_variable, variable_name
 from hvdtrain.parallel.state_layout import optimizer_pieces
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
@@ -170,7 +170,7 @@ class _Sharded(_Distributed):
             part.set_shape([reducer.partition(variable).size])
         pairs = zip(variables, parts, strict=True)
         arrived: list[Any] = []
-        for held in bounded_groups(pairs, lambda pair: _bytes_of(pair[0]), GATHERED_BYTES):
+        for held in bounded_groups(pairs, lambda pair: bytes_of([pair[0]]), GATHERED_BYTES):
             names = [f"{what}_{self._get_variable_index(v)}" for v, _ in held]  # type: ignore[attr-defined]
             # One group at a time, to bound the memory needed beside the weights.
             with tf.control_dependencies(arrived):
@@ -180,7 +180,7 @@ class _Sharded(_Distributed):
                     for (v, _), flat in zip(held, whole, strict=True)
                 ]
 
-    # Saving and loading: see plain_state.py.
+    # Saving and loading.
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
@@ -306,11 +306,6 @@ def shard(optimizer: Any, reduction: Reduction) -> Any:
         return distribute(optimizer, reduction)
     _shard(inner, reduction)
     return optimizer
-
-
-def _bytes_of(variable: Any) -> int:
-    value = tf_variable(variable)
-    return int(value.shape.num_elements() * value.dtype.size)
 
 
 def _shard(optimizer: Any, reduction: Reduction) -> None:
