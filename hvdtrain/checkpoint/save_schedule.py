@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -50,6 +51,9 @@ class Checkpoints:
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike | None):
                 raise UsageError(f"Checkpoints: {name}={value!r}: pass a path")
+        # A Path makes one slash of two: it would be a folder on this machine.
+        if self.mirror is not None and re.match(r"\w[\w+.-]*:/(?!/)", os.fspath(self.mirror)):
+            raise UsageError(f"Checkpoints: mirror={self.mirror!r}: pass a URL as a str")
 
     def facts(self) -> dict[str, Any]:
         """Return the values that must be the same on every rank."""

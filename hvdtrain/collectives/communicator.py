@@ -37,7 +37,7 @@ from hvdtrain.collectives.anchoring import anchored
 from hvdtrain.collectives.encoding import decode, encode
 from hvdtrain.collectives.packing import as_one
 from hvdtrain.collectives.placement import device_dense
-from hvdtrain.collectives.step_context import require_all_ranks
+from hvdtrain.collectives.step_context import require_present
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 from hvdtrain.rank_variables import is_elastic
@@ -349,7 +349,7 @@ class HorovodRanks(Communicator):
         return received
 
     def _called(self, name: str) -> dict[str, Any]:
-        require_all_ranks()
+        require_present(self.ranks)
         return {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
 
 

@@ -10,20 +10,14 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Average, Communicator
 from hvdtrain.keras_internals.models import own_non_trainable_variables
-from hvdtrain.keras_internals.variables import (
-    row_states,
-    seed_variables,
-    tf_variable,
-    unique,
-    untracked_variables,
-)
+from hvdtrain.keras_internals.variables import row_states, seed_variables, tf_variable, unique
 
 SEED_STRIDE = 0x9E3779B1
 """Factor from rank to seed offset: odd, so that no two ranks get equal seeds; the 32-bit golden ratio spreads them."""
 
 
 def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any]:
-    """Return the floating-point variables that training changes without a gradient: of BatchNormalization, for example.
+    """Return the floating-point variables that training changes without a gradient (BatchNormalization).
 
     Weights of frozen layers are left out: averaging them would hide a difference between ranks.
 
@@ -32,8 +26,9 @@ def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[
         local: Variables to leave out, because each rank keeps its own.
     """
     left_out = {id(tf_variable(v)) for v in [*local, *seed_variables(model), *row_states(model)]}
-    held = unique([*own_non_trainable_variables(model), *untracked_variables(model)])
-    found = [v for v in held if tf_variable(v).dtype.is_floating]
+    found = [
+        v for v in unique(own_non_trainable_variables(model)) if tf_variable(v).dtype.is_floating
+    ]
     return [v for v in found if id(tf_variable(v)) not in left_out]
 
 

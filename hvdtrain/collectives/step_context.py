@@ -9,7 +9,7 @@ plain Keras.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -73,24 +73,25 @@ def in_step(step: Step | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-_TRIED: ContextVar[bool] = ContextVar("hvdtrain_step_tried", default=False)
+_TRYING: ContextVar[frozenset[int] | None] = ContextVar("hvdtrain_trying", default=None)
 
 
 @contextlib.contextmanager
-def in_trial() -> Iterator[None]:
-    """Context in which this rank runs a step by itself, as often as it likes, to learn what the step does."""
-    token = _TRIED.set(True)
+def in_trial(ranks: Iterable[int]) -> Iterator[None]:
+    """Context in which `ranks` run a step on the same examples, as often as they like, to learn what it does."""
+    token = _TRYING.set(frozenset(ranks))
     try:
         yield
     finally:
-        _TRIED.reset(token)
+        _TRYING.reset(token)
 
 
-def require_all_ranks() -> None:
-    """Require that all ranks run the current step: a collective would wait for the others.
+def require_present(ranks: Iterable[int]) -> None:
+    """Require that `ranks` run the current step: a collective would wait for the others.
 
     Raises:
-        UsageError: The step is run in a trial.
+        UsageError: The step is run in a trial, without some of them.
     """
-    if _TRIED.get():
+    trying = _TRYING.get()
+    if trying is not None and not trying.issuperset(ranks):
         raise UsageError("it calls a collective, in which all workers must take part")

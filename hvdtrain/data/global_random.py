@@ -36,20 +36,14 @@ def drawing_from(*seed: int) -> Iterator[Callable[[], bool]]:
         before = states()
         random.seed(str(seed))
         np.random.seed(np.random.SeedSequence(seed).generate_state(8))
+        begun = comparable()
         try:
-            with watched() as drawn:
-                yield drawn
+            yield lambda: comparable() != begun
         finally:
             set_states(*before)
 
 
-@contextmanager
-def watched() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether a number has been drawn in this block."""
-    begun = _comparable(*states())
-    yield lambda: _comparable(*states()) != begun
-
-
-def _comparable(python: Any, numpy: Any) -> tuple[Any, ...]:
-    kind, numbers, *rest = numpy
+def comparable() -> tuple[Any, ...]:
+    """Return the states in a form that can be compared."""
+    python, (kind, numbers, *rest) = states()
     return (python, kind, numbers.tobytes(), *rest)

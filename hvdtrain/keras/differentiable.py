@@ -26,7 +26,7 @@ from hvdtrain.collectives.communicator import ranks_of, to_reducible
 from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
 from hvdtrain.collectives.placement import device_dense
 from hvdtrain.collectives.reduction import scaled
-from hvdtrain.collectives.step_context import require_all_ranks
+from hvdtrain.collectives.step_context import require_present
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 
@@ -53,7 +53,7 @@ class Call:
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments common to all of Horovod's collectives."""
-        require_all_ranks()
+        require_present(ranks_of(self.ranks).ranks)
         return {"process_set": self.ranks, "ignore_name_scope": True}
 
     @property

@@ -131,6 +131,10 @@ class HorovodStrategy(Strategy):
         if isinstance(steps, RankSteps):
             steps.probe(share)
 
+    def probe_test(self, steps: Steps, share: Share) -> None:
+        if isinstance(steps, RankSteps):
+            steps.probe_test(share)
+
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
         self.runner.end_round()
         broadcast_state(model, self.position, without)

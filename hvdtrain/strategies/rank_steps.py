@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.idle_ranks import take_over
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
-from hvdtrain.collectives.step_context import Step, in_step
+from hvdtrain.collectives.step_context import Step, in_step, in_trial
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
@@ -85,17 +85,24 @@ class RankSteps:
         ranks: Ranks that share each global batch.
         workers: Number of these ranks.
         together: Whether they make each training step together; otherwise each trains alone on its share.
+        copy: Ranks of the job that hold the parts of this rank's copy of the model, and read the same examples.
 
     Raises:
         UsageError: A loss needs the whole batch, and there are several workers.
     """
 
     def __init__(
-        self, model: keras.Model, ranks: Communicator, workers: int, together: bool = True
+        self,
+        model: keras.Model,
+        ranks: Communicator,
+        workers: int,
+        together: bool = True,
+        copy: Sequence[int] = (),
     ) -> None:
         self._model = model
         self._ranks = ranks
         self._together = together
+        self._copy = copy
         self._share = tf.Variable(1.0, trainable=False)
         self._share_value = 1.0
         self._probed = False
@@ -206,7 +213,8 @@ class RankSteps:
             why_not = "a worker has a single example" if data is None else "a layer is stateful"
             self._warn(_could_not_be_tried(self._model, why_not))
             return
-        mine = probe(self._model, data, self._step)
+        with in_trial(self._copy):
+            mine = probe(self._model, data, self._step)
         found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
         once = set.intersection(*(set(each.once) for each in found))
         variables = self._model.trainable_variables
@@ -230,19 +238,22 @@ class RankSteps:
         if self._model.run_eagerly:
             self._look_for_decisions(data)
 
-    def _probe_test(self, share: Share) -> None:
+    def probe_test(self, share: Share) -> None:
         """Test, before the first test step, how losses and means of the user's depend on the batch. A collective.
 
         `probe` comes too late: a model may be evaluated before it is trained, or by a process that does not train.
         """
         if self._step_of_test is None or self._test_probed:
             return
-        self._test_probed = True
         data = self._some_examples(share)
         if data is None or keeps_rows(self._model):
             return
+        self._test_probed = True
         self._warn_of_statistics(self._model.test_step, data)
-        mine = kind_of_loss(self._model, data, self._step_of_test)
+        if overridden(self._model, "test_step") is not None:
+            return  # Its loss may be another.
+        with in_trial(self._copy):
+            mine = kind_of_loss(self._model, data, self._step_of_test)
         kinds = {kind for kind in self._ranks.exchange(mine, "loss") if kind}
         if kinds in ({"mean"}, {"sum"}):
             is_sum = kinds == {"sum"}
@@ -252,7 +263,9 @@ class RankSteps:
 
     def _warn_of_statistics(self, run: Callable[[Any], Any], data: Any) -> None:
         assert self._step is not None
-        for name in batch_statistics(self._model, data, self._step, run):
+        with in_trial(self._copy):
+            names = batch_statistics(self._model, data, self._step, run)
+        for name in names:
             self._warn(_no_mean(name))
 
     def _use_in_tests(self, step: Step) -> None:
@@ -292,7 +305,14 @@ class RankSteps:
             trained = {variable_name(v) for v in self._model.trainable_variables}
             if by_hand := [name for name in names if name in trained]:
                 raise UsageError(_assigned(self._model, by_hand[0]))
-            self._warn(_averages(names))
+            untracked = {id(v) for v in untracked_variables(self._model)}
+            kept = [
+                name
+                for name, place in zip(names, unclear, strict=True)
+                if id(state[place]) in untracked
+            ]
+            self._warn(_averages([name for name in names if name not in kept]))
+            self._warn(_kept_apart(kept))
 
     def _some_examples(self, share: Share) -> Any:
         """Return a few examples of this rank, or of all ranks if one has too few; None if there is only one.
@@ -325,7 +345,6 @@ class RankSteps:
 
     def test(self, share: Share) -> Logs:
         """Update the metrics with `share`; return this rank's running logs."""
-        self._probe_test(share)
         logs = self._run(self._test, share, self._step_of_test)
         return self._test_metrics.logs(logs, self._test_sources, self._test_logs)
 
@@ -378,7 +397,20 @@ class RankSteps:
         return logs
 
 
-def _averages(names: Sequence[str]) -> str:
+def _kept_apart(names: Sequence[str]) -> str | None:
+    if not names:
+        return None
+    return (
+        f"A step updates the tf.Variable {names[0]!r} by something other than a sum or mean over the "
+        "examples of its batch. Each worker uses its own part of the batch and keeps its own value: "
+        "create it with self.add_weight(trainable=False), and the values are averaged at the end of "
+        "each epoch"
+    )
+
+
+def _averages(names: Sequence[str]) -> str | None:
+    if not names:
+        return None
     others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
     return (
         f"A step updates {names[0]!r}{others} by something other than a sum or mean over the "

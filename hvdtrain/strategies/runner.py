@@ -76,7 +76,8 @@ class Runner:
             data: Symbolic (x, y, sample_weight). None: the steps only predict.
         """
         del data
-        return RankSteps(model, self.position.data_set, self.position.mesh.data)
+        here = self.position
+        return RankSteps(model, here.data_set, here.mesh.data, copy=here.tensor_set.ranks)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         """Return the metrics since their reset, over all ranks; see Strategy.logs."""

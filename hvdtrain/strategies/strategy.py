@@ -100,6 +100,9 @@ class Strategy:
         """Create the variables of `model` for symbolic `inputs`; return steps that can only predict."""
         raise NotImplementedError
 
+    def probe_test(self, steps: Steps, share: Share) -> None:
+        """Test, before the first test step, how losses and means depend on the batch; as `probe`, with warnings."""
+
     def probe(self, steps: Steps, share: Share) -> None:
         """Before the first step: raise UsageError on all ranks if the steps on parts of a batch do not add up."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.step_context import Step, in_trial
+from hvdtrain.collectives.step_context import Step
 from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
 from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.models import numbers_kept, optimizers_of, trains_by_keras
@@ -147,15 +148,16 @@ def _differs_by_nature(layer: Any) -> bool:
 def without_updates(
     model: keras.Model, take: Callable[[list[tuple[Any, Any]]], bool]
 ) -> Iterator[None]:
-    """Inside the block, pass gradients to `take` in place of the optimizers, and let collectives raise an error."""
+    """Inside the block, pass gradients to `take` in place of the optimizers."""
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
             stack.enter_context(gradients_taken(optimizer, take))
-        stack.enter_context(in_trial())
         yield
 
 
 def in_one_line(error: Exception) -> str:
-    """Return an error's class and the first line of its message."""
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first_line}"
+    """Return an error's class and the first line of its message; within Keras's layers, of the original one."""
+    lines = [line for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines() if line]
+    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
+        lines = lines[1:]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

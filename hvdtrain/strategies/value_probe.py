@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.collectives.step_context import Step, in_step, in_trial
+from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.keras_internals.metric_calls import counted_metrics
 from hvdtrain.keras_internals.models import numbers_kept
 from hvdtrain.keras_internals.variables import tf_variable
@@ -38,7 +38,7 @@ def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
 
     def loss_of(part: Any, own: Step | None) -> float:
         x, y, weights = keras.utils.unpack_x_y_sample_weight(part)
-        with in_step(own), in_trial():
+        with in_step(own):
             return float(model._compute_loss(x, y, model(x, training=False), weights, False))
 
     parts, shares = in_parts(model, data)
@@ -50,10 +50,12 @@ def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
         return ""  # A step may not run on fewer examples, or outside tf.function.
     if not np.isfinite(whole) or whole != again:
         return ""
-    for kind, found in {"mean": np.dot(shares, losses), "sum": sum(losses)}.items():
-        if abs(found - whole) <= tolerance(model) * abs(whole):
-            return kind
-    return "other"
+    mean, total = float(np.dot(shares, losses)), sum(losses)
+    # Losses of different signs may cancel out.
+    limit = tolerance(model) * max(abs(whole), float(np.dot(shares, np.abs(losses))))
+    kinds = {"mean": abs(mean - whole) <= limit, "sum": abs(total - whole) <= limit}
+    fitting = [kind for kind, fits in kinds.items() if fits]
+    return {0: "other", 1: "".join(fitting), 2: ""}[len(fitting)]
 
 
 def batch_statistics(

@@ -350,6 +350,8 @@ class Loop:
         ended = False
         global_batches = need_global_batches(everyones, TEST_METHODS)
         for step, share in enumerate(epoch_shares(source, 0, self.strategy.part)):
+            if self.probe and step == 0:
+                self.strategy.probe_test(self.steps, share)
             callbacks.on_test_batch_begin(step)
             step_logs = self.steps.test(share)
             progress.step(1, share.global_examples, step_logs)
@@ -373,11 +375,11 @@ class Loop:
     def _skip(self, plan: FitPlan, first: int, resumed: Position) -> None:
         """Advance the data by what a fit that began with epoch `first` has read before `resumed`."""
         part = self.strategy.part
-        trained = range(first, resumed.epoch + (resumed.trained is not None))
-        plan.train.skip(trained, part.index, part.count)
-        if plan.validation is not None:
-            validated = range(first, resumed.epoch)
-            for _ in filter(plan.validates_after, validated):
+        # In this order, as both may draw from the same random generator.
+        for epoch in range(first, resumed.epoch + (resumed.trained is not None)):
+            plan.train.skip([epoch], part.index, part.count)
+            if epoch < resumed.epoch and plan.validates_after(epoch):
+                assert plan.validation is not None
                 plan.validation.reset()
                 plan.validation.skip([0], part.index, part.count)
 

@@ -196,9 +196,11 @@ class FitCheckpoints:
     @contextmanager
     def reading_again(self) -> Iterator[None]:
         """Note whether the data draws random numbers as it is read again in this block."""
-        with global_random.watched() as drawn:
-            yield
-            self._data_draws |= drawn()
+        with global_random.IN_USE:
+            begun = global_random.comparable()
+        yield
+        with global_random.IN_USE:
+            self._data_draws |= global_random.comparable() != begun
 
     def give(self, model: keras.Model, within_epoch: bool) -> None:
         """Restore the model and the callbacks from the checkpoint that `opened` found. A collective.
@@ -215,7 +217,8 @@ class FitCheckpoints:
         found, self._found = self._found, None
         arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
         try:
-            keep = within_epoch and self._data_draws
+            # A thread that reads ahead may have drawn on some ranks only.
+            keep = within_epoch and any_rank(self._data_draws, "data_draws")
             everyone = self._state_of(model).give(arrays, ranks, self._alike, not keep)
         except UsageError as error:
             raise UsageError(

@@ -85,6 +85,7 @@ def test_what_cannot_be_is_said(results: Results) -> None:
     for rank in results.of("case_errors"):
         assert "Lamb cannot train split layers: it scales each step by the norm" in rank["lamb"]
         assert "needs at least 8 ranks, but the job has 4" in rank["ranks"]
+        assert "The gradients of the parts of a batch do not add up" in rank["whole batch"]
 
 
 def test_layers_by_hand(results: Results) -> None:

@@ -13,8 +13,7 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.step_context import Step, in_trial
+from hvdtrain.collectives.step_context import Step, in_trial, require_present
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import global_seed_variable
 from hvdtrain.strategies.losses import make_exact
@@ -98,9 +97,12 @@ def test_kinds_of_losses(name: str, kind: str) -> None:
     assert kind_of_loss(model, data, step) == kind
 
 
-def test_a_collective_is_not_tried_alone() -> None:
-    with in_trial(), pytest.raises(UsageError, match="calls a collective"):
-        ALL_RANKS._called("sum")  # type: ignore[attr-defined]
+def test_a_collective_is_tried_only_by_ranks_with_the_same_examples() -> None:
+    require_present([0, 1])
+    with in_trial([2, 3]):
+        require_present([2, 3])
+        with pytest.raises(UsageError, match="calls a collective"):
+            require_present([1, 3])
 
 
 def test_the_next_random_number_is_the_same_after_a_trial() -> None:

@@ -235,11 +235,18 @@ def small_model() -> keras.Model:
     )
 
 
-def small_trainer(optimizer: Any, mesh: Mesh = HYBRID, **kwargs: Any) -> hvdtrain.Trainer:
+def small_trainer(
+    optimizer: Any, mesh: Mesh = HYBRID, loss: Any = "mse", **kwargs: Any
+) -> hvdtrain.Trainer:
     layout = hvdtrain.Layout(mesh, {"up": "column", "down": "row"})
     return hvdtrain.Trainer(
-        small_model, optimizer, "mse", global_batch_size=4, layout=layout, **kwargs
+        small_model, optimizer, loss, global_batch_size=4, layout=layout, **kwargs
     )
+
+
+def centred(y: Any, p: Any) -> Any:
+    """Compares each example with the mean of the batch."""
+    return keras.ops.mean(keras.ops.square(p - keras.ops.mean(p, axis=0)))
 
 
 def case_what_ranks_have_in_common() -> dict[str, Any]:
@@ -296,6 +303,9 @@ def case_errors() -> dict[str, str]:
     return {
         "lamb": complaint(lambda: small_trainer(optimizers.Lamb())),
         "ranks": complaint(lambda: small_trainer("sgd", Mesh(tensor=8))),
+        "whole batch": complaint(
+            lambda: small_trainer("sgd", loss=centred).fit(np.eye(4), np.eye(4), verbose=0)
+        ),
     }
 
 
