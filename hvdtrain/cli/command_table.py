@@ -30,6 +30,8 @@ EXIT_CODES = (
 
 # A full disk or quota, the file size limit, a device that has gone.
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+# A name that is too long or leads nowhere, or a folder that may not be searched.
+_IMPOSSIBLE = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES}
 
 # name -> (module:attribute, description)
 COMMANDS = {
@@ -153,9 +155,8 @@ class CommandTable(click.Group):
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
         except OSError as error:
-            # A name that is too long, or a folder that may not be searched: before Python 3.14, even Path.exists
-            # raises these. Errors of writing the output name no file: `main` reports those.
-            if error.filename is None:
+            # Of a name in the options: before Python 3.14, even Path.exists raises these.
+            if error.filename is None or error.errno not in _IMPOSSIBLE:
                 raise
             click.echo(f"Error: {error.filename}: {error.strerror}", err=True)
             ctx.exit(EXIT_USAGE)

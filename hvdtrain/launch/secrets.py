@@ -33,8 +33,8 @@ _NUMBER = re.compile(r"[+-]?\d{1,9}(\.\d{0,9})?(e[+-]?\d{1,3})?", re.ASCII | re.
 _PASSWORD = re.compile(r"(?:db|pg)?(?:pass(?:word|wd|phrase)?|pwd|secret)s?")
 # https://user:password@host/...
 _URL_WITH_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s]+(?=@)")
-# https://token@host/... Most names of users are shorter.
-_URL_WITH_TOKEN = re.compile(r"(://)[^/\s:@]{10,}(?=@)")
+# https://token@host/... Most names of users are shorter. Storage has containers there: abfss://container@account/...
+_URL_WITH_TOKEN = re.compile(r"(https?://)[^/\s:@?#]{10,}(?=@)")
 # https://host/...?token=value&...
 _PARAMETER = re.compile(r"(?P<head>[?&](?P<name>[\w.-]+)=)(?P<value>[^&#\s]+)")
 # A single letter such as -p does not hint at its value; -password does, like --password.

@@ -6,9 +6,9 @@ accepts horovodrun's options; hosts and ssh are left to srun. Over Gloo, Horovod
 ranks find each other, runs in this process. The ranks get the same environment variables as ranks on other hosts under
 horovodrun, and those of a login session; they travel inside Slurm's own messages, not in command lines.
 
-SIGUSR1 and SIGUSR2 are forwarded to every rank, and so are SIGINT, SIGTERM and SIGHUP, after which the ranks have
-HVDTRAIN_GRACE_SECONDS to end; without that variable, or on a second signal, they are killed at once. The exit code is
-srun's, or that of the signal.
+SIGUSR1 and SIGUSR2 are forwarded to every rank. SIGINT, SIGTERM and SIGHUP end the run: each rank gets SIGINT or
+SIGTERM, and has HVDTRAIN_GRACE_SECONDS to end; without that variable, or on a second signal, all are killed at once.
+The exit code is srun's, or that of the signal.
 """
 
 from __future__ import annotations

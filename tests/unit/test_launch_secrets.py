@@ -81,6 +81,8 @@ def test_a_url_with_a_password_is_secret() -> None:
     assert looks_secret("TRACKING", "https://ghp_abcdef@github.com/o/r")
     assert not looks_secret("TRACKING", "ssh://git@github.com/o/r")
     assert not looks_secret("TRACKING", "https://host:80/x@y")
+    assert not looks_secret("DATA", "abfss://training-data@account.dfs.core.windows.net/x")
+    assert not looks_secret("PAGE", "https://example.com?mail=somebody@example.com")
     assert not looks_secret("TRACKING", "a:2,b:3")
 
 

@@ -192,7 +192,8 @@ class Launch:
         elif now >= self._look_at:
             self._look_at = now + LOOK_SECONDS
             self.agents.order(host, look=True)
-        is_done = self._chief_code is not None or not self._is_chief_ending
+        is_gone = self._chief_code is not None or host in self.agents.ended()
+        is_done = is_gone or not self._is_chief_ending
         return is_done or len(ending) > 1 or now >= self._grace_until
 
     def _greet(self) -> list[str]:
@@ -248,7 +249,11 @@ class Launch:
             case {"ended": [int(number), int(code)]}:
                 self._take_end(self.layout.roles[number], code)
             case {"answer": True, "ranks": [*chief]}:
-                self._is_chief_ending = any(one["ending"] for one in chief)
+                # One that has ended still has threads to wait for, and output.
+                self._is_chief_ending = any(
+                    one["ending"] or one["phase"] == "ended" or one["state"] == "gone"
+                    for one in chief
+                )
             case {"ranks": [*chief]} if chief and TERMINAL in os.environ:
                 # `hvdtrain run` itself monitors a chief on its own host.
                 _write(1, marked_news(json.dumps(news), 0))
@@ -262,6 +267,8 @@ class Launch:
             self._chief_code = code
             if not self._lost:
                 self._over_at = now + (ORDER_SECONDS if code else 0.0)
+        elif self._ending:
+            return  # Servers may get the signal, too; the chief may still save without them.
         elif role.kind == "ps":
             self._lose(
                 f"{self._named(role)} {how_it_ended(code)}: the variables that it held are lost, "

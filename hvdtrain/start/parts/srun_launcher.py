@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -37,6 +38,9 @@ LOOPBACK = "127.0.0.1"
 OPEN_MPI = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib"}
 """What horovodrun passes to mpirun for ranks over Open MPI (`horovod.runner.mpi_run`). By default, Open MPI uses UCX
 under srun, in which a rank was seen to crash with a segmentation fault."""
+
+ASK_SECONDS = 5.0
+"""Time limit for Slurm's answer when the run is ended."""
 
 
 def launch_tasks(arguments: Sequence[str]) -> int:
@@ -148,7 +152,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
         # Otherwise srun's last message would blame the ranks, which it has killed.
         name = signal.Signals(ending[0]).name
         _say(
-            f"hvdtrain.start.run_srun (process {os.getpid()}) was sent {name}, and ended its ranks"
+            f"hvdtrain.start.run_srun (process {os.getpid()}) was sent {name}, and its ranks have ended"
         )
         code = -ending[0]
     elif code < 0:
@@ -167,16 +171,17 @@ def _signal_tasks(srun: subprocess.Popen[bytes], number: int) -> bool:
     if not grace:
         return False
     signal.signal(signal.SIGALRM, lambda number, frame: srun.terminate())
-    signal.setitimer(signal.ITIMER_REAL, grace)
+    signal.setitimer(signal.ITIMER_REAL, min(grace, threading.TIMEOUT_MAX))
     show = ["scontrol", "--oneliner", "show", "step", os.environ.get("SLURM_JOB_ID", "")]
     # Other steps may run in the job, such as the user's shell.
     started_by = f"SrunHost:Pid={socket.gethostname().partition('.')[0]}:{srun.pid}"
-    for line in ask(show, limit=grace).answer.splitlines():
+    limit = min(grace, ASK_SECONDS)
+    for line in ask(show, limit=limit).answer.splitlines():
         words = line.split()  # The first one is StepId=JOB.STEP.
         if started_by in words:
-            step, name = words[0].partition("=")[2], signal.Signals(number).name
-            send = ["scancel", f"--signal={name.removeprefix('SIG')}", step]
-            return ask(send, limit=grace).returncode == 0
+            order = signal.SIGURG if number == signal.SIGINT else signal.SIGWINCH
+            send = ["scancel", f"--signal={order.value}"]  # It knows few signals by name.
+            return ask([*send, words[0].partition("=")[2]], limit=limit).returncode == 0
     return False
 
 
