@@ -94,10 +94,9 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     kept = [*model.non_trainable_variables, *model.metrics_variables, *counted]
     kept += untracked_variables(model)
+    # The next draw must be the same as without a trial: a resumed run has its generator before it.
     if (seed := global_seed_variable(create=False)) is not None:
-        kept.append(
-            seed
-        )  # The next draw must be the same as without a probe, as in the run that is resumed.
+        kept.append(seed)
     if not trains_by_keras(model):
         kept += model.trainable_variables
     targets = [tf_variable(v) for v in unique(kept)]

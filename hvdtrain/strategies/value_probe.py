@@ -69,9 +69,8 @@ def batch_statistics(
         model, data, step: As in `probe`.
         run: The model's train_step or test_step.
     """
-    wrapper = (
-        keras.metrics.MeanMetricWrapper
-    )  # Its function is tried by itself: see step_metrics.py.
+    # The function of a wrapper is tried by itself: see step_metrics.py.
+    wrapper = keras.metrics.MeanMetricWrapper
     counted = [m for m in counted_metrics(model) if isinstance(m, keras.metrics.Mean)]
     means = [metric for metric in counted if not isinstance(metric, wrapper)]
     totals = [tf_variable(metric.total) for metric in means]
