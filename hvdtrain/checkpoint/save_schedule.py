@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class Checkpoints:
             raise UsageError(f"Checkpoints: mirror={self.mirror!r}: pass a URL as a str")
 
     def facts(self) -> dict[str, Any]:
-        """Return the values that must be the same on every rank."""
+        """Return the values, other than defaults, that must be the same on every rank."""
         paths = ("preemption_file", "mirror")
-        return {name: value for name, value in vars(self).items() if name not in paths}
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in paths}
+        return {name: value for name, value in chosen.items() if value != getattr(type(self), name)}

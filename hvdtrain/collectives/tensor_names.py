@@ -61,14 +61,17 @@ class InstanceName:
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._number: int | str | None = None
+        self._number: int | None = None
+        self._place: int | None = None
 
-    def set_place(self, place: int) -> None:
-        """Name the object by its place in the state of an elastic job."""
-        self._number = f"state_{place}"
+    def set_place(self, place: int | None) -> None:
+        """Name the object by its place in the state of an elastic job; None: by its number."""
+        self._place = place
 
     def __call__(self, variables: Sequence[Any], ranks: Ranks) -> str:
         del variables
+        if self._place is not None:
+            return f"hvdtrain_{self._kind}_state_{self._place}"
         if self._number is None:
             self._number = next(_instances[_group_of(ranks)])
         return f"hvdtrain_{self._kind}_{self._number}"

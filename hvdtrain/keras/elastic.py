@@ -5,9 +5,9 @@
     @hvd.elastic.run
     def train(state):
         model.fit(..., epochs=epochs - state.epoch, callbacks=[
-            hvd.elastic.CommitStateCallback(state),
             hvd.elastic.UpdateBatchStateCallback(state),
             hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.CommitStateCallback(state),
         ])
 
     train(state)
@@ -143,7 +143,11 @@ class KerasState(TensorFlowState):
         super().__init__([*model.variables, *state], **kwargs)
 
     def reset(self) -> None:
-        """Discard the traced steps, which contain the number of workers as a constant."""
+        """Discard the traced steps, which contain the number of workers as a constant, and names of collectives."""
+        # Until the next sync, new workers have no places: a fit in on_reset callbacks must not wait for them.
+        for name in self._names():
+            name.set_place(None)
+        name_by_places([], [])
         self.model.train_function = self.model.test_function = None
 
     def _broadcast(self) -> None:

@@ -62,7 +62,7 @@ DISAGREEMENTS = {
     "callbacks of steps": "callbacks look at batches is [false, false] on rank 0 and [true, false]",
     "validation_freq": "validation_freq is 1 on rank 0 and 2 on rank 1",
     "on_nan": 'on_nan is "warn" on rank 0 and "stop" on rank 1',
-    "checkpoints": 'checkpoints is {"every_minutes": null, "every_steps": 2',
+    "checkpoints": 'checkpoints is {"every_steps": 2} on rank 0 and {"every_steps": 3} on rank 1',
     "evaluate": "the number of examples is 20 on rank 0 and 21 on rank 1",
     "predict": "the number of examples is 20 on rank 0 and 21 on rank 1",
 }

@@ -22,7 +22,12 @@ from hvdtrain.collectives.compression import BF16Compressor
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import broadcast_global_variables, check_replicas, fingerprints
 from hvdtrain.collectives.step_context import Step, in_step
-from hvdtrain.collectives.tensor_names import InstanceName, in_this_graph, variables_name
+from hvdtrain.collectives.tensor_names import (
+    InstanceName,
+    in_this_graph,
+    name_by_places,
+    variables_name,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import replicated_variables, trained_variables
 
@@ -229,6 +234,24 @@ def test_sparse_gradients_go_alone() -> None:
     reducer = GradientReducer(Reduction(groups=1))
     how = dict.fromkeys(gradients, reducer.reduction)
     assert list(reducer._groups([0, 1, 2], v, gradients, how)) == [[2, 0], [1]]
+
+
+def test_names_by_places_in_the_state_of_an_elastic_job() -> None:
+    """A worker that joins later has used other objects before."""
+    before, late = InstanceName("gradient"), InstanceName("gradient")
+    old, new = ([tf.Variable(0.0) for _ in range(2)] for _ in range(2))
+    before([], EVERYONE), variables_name([old[1]], EVERYONE)
+    found = []
+    for instance, variables in ((InstanceName("gradient"), old), (late, new)):
+        name_by_places([instance], variables)
+        tape = variables_name(list(reversed(variables)), EVERYONE)
+        found.append((instance([], EVERYONE), tape, variables_name(variables, EVERYONE)))
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3 and found[0][0] == "hvdtrain_gradient_state_0"
+    late.set_place(None)
+    name_by_places([], [])
+    assert late([], EVERYONE) != found[1][0]
+    assert variables_name(new, EVERYONE) != found[1][2]
 
 
 def test_names_count_uses_not_objects() -> None:

@@ -47,6 +47,7 @@ def case_eager_collectives() -> dict[str, Any]:
         "bfloat16": hvd.allreduce(tf.constant([1.5], tf.bfloat16)).dtype.name,
         "gather": hvd.allgather(np.full((1 + hvd.rank(), 2), rank)).numpy().tolist(),
         "gather bfloat16": hvd.allgather(tf.constant([rank], tf.bfloat16)).numpy().tolist(),
+        "a sum as in horovod.tensorflow": error_of(lambda: hvd.allreduce(1.0, False)),
         "gather a scalar": error_of(lambda: hvd.allgather(rank)),
         "broadcast": hvd.broadcast(variable, 1).numpy().tolist(),
         "broadcast bool": bool(hvd.broadcast(hvd.rank() == 1, 1, name="flag")),

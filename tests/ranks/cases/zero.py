@@ -184,7 +184,9 @@ def case_dtypes() -> dict[str, Apart]:
 
 
 def names_of(optimizer: Any) -> list[str]:
-    return [piece.name for piece in optimizer_pieces(optimizer)]
+    """Names in the state; by place for variables that Keras numbers, as they have no name of their own."""
+    names = [piece.name for piece in optimizer_pieces(optimizer)]
+    return [n if n.startswith("optimizer/") else f"variable_{i}" for i, n in enumerate(names)]
 
 
 def state_of(optimizer: Any) -> list[np.ndarray]:
