@@ -450,11 +450,8 @@ def _with_dimensions(tensor: tf.Tensor, what: str) -> tf.Tensor:
 
 
 def _call(kind: str, name: str | None, process_set: ProcessSet | None, **reduction: Any) -> Call:
-    # In horovod.tensorflow, the second argument of allreduce is `average`.
-    if not isinstance(name, str | None):
-        raise UsageError(
-            f"{kind}: name={name!r}: pass a str. Pass other arguments by name, such as average={name!r}"
-        )
+    if not isinstance(name, str | None):  # The place of `average` in horovod.tensorflow.
+        raise UsageError(f"{kind}: name={name!r}: pass a str (for a mean or sum, average={name!r})")
     prefix = f"hvdtrain_{kind}_{name}" if name else f"hvdtrain_{kind}"
     name = in_this_graph(prefix, ranks_of(process_set))
     return Call(name, global_process_set if process_set is None else process_set, **reduction)

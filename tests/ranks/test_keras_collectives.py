@@ -32,8 +32,7 @@ def test_eager_collectives(results: Results) -> None:
         "bfloat16": "bfloat16",
         "gather": [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]],
         "gather bfloat16": [0.0, 1.0],
-        "a sum as in horovod.tensorflow": "allreduce: name=False: pass a str. Pass other arguments by name, such as "
-        "average=False",
+        "a sum as in horovod.tensorflow": "allreduce: name=False: pass a str (for a mean or sum, average=False)",
         "gather a scalar": "allgather: expected at least one dimension, such as [value], not a scalar",
         "broadcast": [1.0, 2.0],
         "broadcast bool": True,
