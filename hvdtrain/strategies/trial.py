@@ -18,6 +18,7 @@ from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.models import numbers_kept, optimizers_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import gradients_taken
 from hvdtrain.keras_internals.variables import (
+    assign,
     global_seed_variable,
     tf_variable,
     unique,
@@ -105,8 +106,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
         with numbers_kept(model):
             yield
     finally:
-        for target, value in zip(targets, values, strict=True):
-            target.assign(value)
+        assign(targets, values)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ import numpy as np
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.keras_internals.metric_calls import counted_metrics
 from hvdtrain.keras_internals.models import numbers_kept
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import assign, tf_variable
 from hvdtrain.strategies.trial import (
+    Result,
     in_parts,
     of_parts,
     repeatable,
@@ -41,13 +42,10 @@ def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
         with in_step(own):
             return float(model._compute_loss(x, y, model(x, training=False), weights, False))
 
-    parts, shares = in_parts(model, data)
-    try:
-        with unchanged(model), repeatable(model):
-            whole, again = loss_of(data, None), loss_of(data, None)
-            losses = of_parts(loss_of, parts, shares, replace(step, checked=True))
-    except Exception:
-        return ""  # A step may not run on fewer examples, or outside tf.function.
+    tried = _tried(model, data, step, loss_of)
+    if tried is None:
+        return ""
+    whole, again, losses, shares = tried
     if not np.isfinite(whole) or whole != again:
         return ""
     mean, total = float(np.dot(shares, losses)), sum(losses)
@@ -56,6 +54,19 @@ def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
     kinds = {"mean": abs(mean - whole) <= limit, "sum": abs(total - whole) <= limit}
     fitting = [kind for kind, fits in kinds.items() if fits]
     return {0: "other", 1: "".join(fitting), 2: ""}[len(fitting)]
+
+
+def _tried(
+    model: keras.Model, data: Any, step: Step, run: Callable[[Any, Step | None], Result]
+) -> tuple[Result, Result, list[Result], list[float]] | None:
+    """Return the results of `run` for `data`, twice, and for its parts, with the parts' shares; None if it fails."""
+    parts, shares = in_parts(model, data)
+    try:
+        with unchanged(model), repeatable(model):
+            whole, again = run(data, None), run(data, None)
+            return whole, again, of_parts(run, parts, shares, replace(step, checked=True)), shares
+    except Exception:
+        return None  # A step may not run on fewer examples, or outside tf.function.
 
 
 def batch_statistics(
@@ -82,17 +93,13 @@ def batch_statistics(
         with numbers_kept(model), in_step(own), without_updates(model, lambda pairs: True):
             run(part)
         grown = [float(total) - begin for total, begin in zip(totals, before, strict=True)]
-        for total, begin in zip(totals, before, strict=True):
-            total.assign(begin)
+        assign(totals, before)
         return grown
 
-    parts, shares = in_parts(model, data)
-    try:
-        with unchanged(model), repeatable(model):
-            whole, again = growth(data, None), growth(data, None)
-            several = of_parts(growth, parts, shares, replace(step, checked=True))
-    except Exception:
-        return []  # A step may not run on fewer examples, or outside tf.function.
+    tried = _tried(model, data, step, growth)
+    if tried is None:
+        return []
+    whole, again, several, shares = tried
     limit = tolerance(model)
     found = []
     for metric, one, other, *each in zip(means, whole, again, *several, strict=True):
