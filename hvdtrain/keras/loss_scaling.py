@@ -4,12 +4,12 @@ In a step weighted by shares (the Trainer's), the test for overflow is that of o
 tests the sum of the ranks' gradients, in float16 where one process would have summed them in float16. So the same
 steps are skipped, and the scale changes in the same way, for any number of ranks.
 
-The gradients are summed first, and then tested. If that needs a reduction that the update does not (while gradients
-accumulate), or gives each rank only parts (ZeRO, divided models), the ranks first sum the largest absolute value of
-each gradient, one number per variable, which is an upper bound of the sum. Only if a bound may overflow are the
-gradients themselves summed for the test.
+The gradients are summed first, and then tested; so a compression to float16 sends them scaled. If that needs a
+reduction that the update does not (while gradients accumulate), or gives each rank only parts (ZeRO, divided models),
+the ranks first sum the largest absolute value of each gradient, one number per variable, which is an upper bound of
+the sum. Only if a bound may overflow are the gradients themselves summed for the test.
 
-Outside of such a step each rank tests its own gradients, and all ranks skip the step if one must.
+Outside of such a step, where gradients accumulate, each rank tests its own, and all ranks skip the step if one must.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ def _apply_scaled(
 ) -> Any:
     inner = self.inner_optimizer
     reducer = getattr(inner, "hvdtrain_reducer", None)
-    if reducer is None or current_step() is None:
+    if reducer is None:
         return original(self, grads, trainable_variables)
     variables = list(trainable_variables or self._trainable_variables)
     reducer.pending = variables
-    if reducer.holds_parts or inner.gradient_accumulation_steps or not self.built:
+    if not self.built:
+        self.build(variables)
+    if reducer.holds_parts or inner.gradient_accumulation_steps:
         return original(self, grads, trainable_variables)
     with inner.reduce_before(list(grads), variables) as reduced:
         return original(self, reduced, variables)
@@ -57,14 +59,13 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
     if reducer is None:
         return original(self, grads)
     refuse_lossy(reducer.reduction.compression, "loss scaling (mixed_float16, on_nan='skip')")
-    step = current_step()
-    if step is None:
-        return reducer.agreed(original(self, grads), "finite")
-    variables = reducer.pending
+    step, variables = current_step(), reducer.pending
     if reducer.early:
-        finite = original(self, _in_half(grads, variables, step))
+        finite = original(self, grads if step is None else _in_half(grads, variables, step))
         # The gradients of local variables are this rank's own.
         return reducer.agreed(finite, "finite") if reducer.local_variables else finite
+    if step is None:
+        return reducer.agreed(original(self, grads), "finite")
 
     def tested() -> Any:
         sums = _in_half(inner.summed(grads, variables), variables, step)
