@@ -34,6 +34,7 @@ from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import (
     assign,
     row_states,
+    seed_variables,
     tf_variable,
     unique,
     untracked_variables,
@@ -277,7 +278,7 @@ class CheckpointManager:
     def _make_own(self, ranks: Sequence[Any]) -> None:
         for one in self._tracked:
             if isinstance(one, keras.Model):
-                fold_rank_into_seeds(one, ALL_RANKS.rank())
+                fold_rank_into_seeds(seed_variables(one), ALL_RANKS.rank())
             elif isinstance(one, keras.metrics.Metric):
                 one.reset_state()
 

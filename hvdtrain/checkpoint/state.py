@@ -181,7 +181,7 @@ class TrainingState:
     def _give_others(self, everyone: Sequence[Own]) -> None:
         """Restore the ranks' own states on other ranks: merged, as one process would have them."""
         model, index = self._model, self._strategy.part.index
-        fold_rank_into_seeds(model, index)
+        fold_rank_into_seeds(seed_variables(model), index)
         if self._rounds is not None:
             self._rounds.restore_average([own["round"] for own in everyone])
         _assign(untracked_variables(model), everyone[0]["untracked"])

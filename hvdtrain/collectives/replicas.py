@@ -12,11 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator, Max, Min, ranks_of
+from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras_internals.adapted import Adapted, adapted_states
 from hvdtrain.keras_internals.variables import (
     local_variables,
     replicated_variables,
+    seeds_among,
     tf_variable,
     unique,
     variable_name,
@@ -34,6 +36,9 @@ def broadcast_variables(
 ) -> None:
     """Assign the values of rank `root_rank` to the variables of all ranks. A collective.
 
+    The random seeds of layers are then made different on each rank (the first one keeps them), as ranks that drop the
+    same units of their examples would not train as one process does.
+
     Args:
         variables: Keras or TensorFlow variables, in the same order on every rank.
         root_rank: Rank whose values are sent.
@@ -41,9 +46,15 @@ def broadcast_variables(
         inplace: For compatibility with Horovod; has no effect on the result.
     """
     del inplace
-    ranks = ranks_of(process_set)
-    targets = [tf_variable(v) for v in unique(variables)]
+    ranks, variables = ranks_of(process_set), unique(variables)
+    copy_variables(variables, root_rank, ranks)
+    if ranks.includes_this():
+        fold_rank_into_seeds(seeds_among(variables), ranks.rank())
 
+
+def copy_variables(variables: Iterable[Any], root_rank: int, ranks: Communicator) -> None:
+    """Assign the values of rank `root_rank` to the variables of all `ranks`, also to random seeds. A collective."""
+    targets = [tf_variable(v) for v in unique(variables)]
     # Eager, one after the other: a tf.function would be traced again for each model and gain nothing.
     for index, target in enumerate(targets):
         name = f"hvdtrain_broadcast_{index}"
@@ -119,7 +130,7 @@ def check_replicas(
     everyone, drifted = everyone[:, len(adapted) :], drifted - len(adapted)
     apart = [variables[int(place)] for place in drifted]
     if any(ranks.exchange(_uses_gpu(), "hvdtrain_gpu")) and _are_rounded(apart, ranks):
-        broadcast_variables(apart, ranks.ranks[0], ranks)
+        copy_variables(apart, ranks.ranks[0], ranks)
         return
     raise ReplicaError(_drift_message(variables, everyone, drifted, when, ranks))
 

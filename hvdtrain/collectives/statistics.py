@@ -53,12 +53,12 @@ def average_statistics(
         target.assign(tf.cast(mean, target.dtype))
 
 
-def fold_rank_into_seeds(model: keras.Model, rank: int) -> None:
-    """Derive each rank's random seeds (for dropout masks) from seeds that are the same on all ranks.
+def fold_rank_into_seeds(seeds: Iterable[Any], rank: int) -> None:
+    """Derive each rank's random seeds (for dropout masks) from `seeds`, variables that are the same on all ranks.
 
     Rank 0 keeps the seeds, so that a job of one rank draws the same numbers as plain Keras.
     """
-    for variable in seed_variables(model):
+    for variable in seeds:
         target = tf_variable(variable)
         if rank:
             offset = (rank * SEED_STRIDE) % 2**31

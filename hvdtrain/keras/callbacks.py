@@ -21,7 +21,7 @@ from hvdtrain.collectives.gradient_accumulation import common_accumulators
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.collectives.placement import on_device
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
-from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
+from hvdtrain.collectives.statistics import average_statistics
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.epoch_metrics import Counted
 from hvdtrain.keras.learning_rate import (
@@ -184,7 +184,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         refresh_constants(self.model)
         for optimizer in optimizers_of(self.model):
             broadcast_loaded_state(optimizer)
-        fold_rank_into_seeds(self.model, ALL_RANKS.rank())
         self._broadcast_count = self._count_variables()
 
     def _broadcast_accumulators(self) -> None:

@@ -35,7 +35,6 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
-from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.collectives.tensor_names import InstanceName, name_by_places
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import reducer_of
@@ -159,7 +158,6 @@ class KerasState(TensorFlowState):
         ]
         broadcast_variables(with_seeds)
         refresh_constants(self.model)
-        fold_rank_into_seeds(self.model, hvd.rank())
 
     def _names(self) -> list[InstanceName]:
         """Return the names of the collectives of the optimizers and of synchronized layers."""

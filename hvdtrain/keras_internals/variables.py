@@ -63,7 +63,12 @@ def bytes_of(variables: Iterable[Any]) -> int:
 
 def seed_variables(model: keras.Model) -> list[Any]:
     """Return the states of the model's random seed generators (dropout and the like)."""
-    return [v for v in model.variables if "seed_generator_state" in variable_name(v)]
+    return seeds_among(model.variables)
+
+
+def seeds_among(variables: Iterable[Any]) -> list[Any]:
+    """Return those of `variables` that are the states of random seed generators."""
+    return [v for v in variables if "seed_generator_state" in variable_name(v)]
 
 
 def global_seed_variable(create: bool) -> Any:

@@ -29,6 +29,7 @@ from hvdtrain.keras_internals.shards import mark_slots
 from hvdtrain.keras_internals.variables import (
     local_variables,
     replicated_variables,
+    seed_variables,
     trained_variables,
     without,
 )
@@ -119,7 +120,7 @@ class HorovodStrategy(Strategy):
         if self.position.mesh.tensor > 1:
             mark_slots(model.optimizer)
         self.broadcast(model)
-        fold_rank_into_seeds(model, self.part.index)
+        fold_rank_into_seeds(seed_variables(model), self.part.index)
         return self.runner.steps(model, data)
 
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:

@@ -16,7 +16,7 @@ from hvdtrain.collectives.gradient_accumulation import (
     restored_by_first,
 )
 from hvdtrain.collectives.mesh import Position
-from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.collectives.replicas import copy_variables
 from hvdtrain.keras_internals.models import optimizers_of, refresh_constants
 from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state
 from hvdtrain.keras_internals.optimizers import accumulators
@@ -84,7 +84,7 @@ def broadcast_state(model: keras.Model, position: Position, left_out: Sequence[A
 def broadcast(variables: Iterable[Any], position: Position) -> None:
     """Broadcast each of `variables` from the first rank that holds the same one. A collective."""
     for ranks, held in position.by_holders(variables):
-        broadcast_variables(held, root_rank=ranks.ranks[0], process_set=ranks)
+        copy_variables(held, ranks.ranks[0], ranks)
 
 
 def shared_state(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:

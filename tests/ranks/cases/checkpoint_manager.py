@@ -15,6 +15,7 @@ import hvdtrain.keras as hvd
 from hvdtrain import CheckpointManager
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
+from hvdtrain.keras_internals.variables import seed_variables
 from hvdtrain.parallel import ShardedOptimizer
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
@@ -24,7 +25,7 @@ def _parts(sharded: bool) -> tuple[Any, Any, Any]:
     keras.utils.set_random_seed(5)
     layers = [keras.layers.Dense(3), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), *layers])
-    fold_rank_into_seeds(model, hvd.rank())
+    fold_rank_into_seeds(seed_variables(model), hvd.rank())
     if sharded:
         optimizer = ShardedOptimizer(keras.optimizers.Adam(0.1, gradient_accumulation_steps=2))
     else:

@@ -35,6 +35,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras import DistributedOptimizer
+from hvdtrain.keras_internals.variables import seed_variables
 from hvdtrain.parallel.pipeline.transport import AlltoallTransport, MpiTransport, Spec
 
 
@@ -200,7 +201,7 @@ def case_dropout() -> dict[str, float]:
     for copy in range(copies):
         keras.utils.set_random_seed(1)
         models.append(make())
-        fold_rank_into_seeds(models[-1], copy)
+        fold_rank_into_seeds(seed_variables(models[-1]), copy)
     optimizer = momentum()
     for begin in [*range(0, EXAMPLES, BATCH)] * epochs:
         examples = min(BATCH, EXAMPLES - begin)
