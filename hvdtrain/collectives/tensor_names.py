@@ -33,8 +33,8 @@ _Counters: TypeAlias = defaultdict[Any, Iterator[int]]
 _instances: _Counters = defaultdict(itertools.count)
 _tuples: _Counters = defaultdict(itertools.count)
 _variable_tuples: dict[tuple[Group, tuple[str, ...]], int] = {}
-_places: dict[str, int] = {}
-"""Place of each variable in the state of an elastic job."""
+_places: dict[Any, int] = {}
+"""Place of each InstanceName, and of each variable by its id, in the state of an elastic job."""
 _prefixes_in_graph: weakref.WeakKeyDictionary[Any, _Counters] = weakref.WeakKeyDictionary()
 
 
@@ -62,16 +62,11 @@ class InstanceName:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._number: int | None = None
-        self._place: int | None = None
-
-    def set_place(self, place: int | None) -> None:
-        """Name the object by its place in the state of an elastic job; None: by its number."""
-        self._place = place
 
     def __call__(self, variables: Sequence[Any], ranks: Ranks) -> str:
         del variables
-        if self._place is not None:
-            return f"hvdtrain_{self._kind}_state_{self._place}"
+        if self in _places:
+            return f"hvdtrain_{self._kind}_state_{_places[self]}"
         if self._number is None:
             self._number = next(_instances[_group_of(ranks)])
         return f"hvdtrain_{self._kind}_{self._number}"
@@ -94,16 +89,21 @@ def variables_name(variables: Sequence[Any], ranks: Ranks) -> str:
 def name_by_places(instances: Iterable[InstanceName], variables: Iterable[Any]) -> None:
     """Let names no longer depend on what this process did before, for the state of an elastic job.
 
-    Call it on every worker whenever the state is sent to all. What was traced before must be traced again.
+    Call it on every worker whenever the state is sent to all, and without a state when workers join or leave. What was
+    traced before must be traced again.
 
     Args:
         instances: Names of the objects in the state, in the same order on every worker.
         variables: Variables of the state, likewise.
     """
-    for place, instance in enumerate(instances):
-        instance.set_place(place)
     _places.clear()
+    _places.update((instance, place) for place, instance in enumerate(instances))
     _places.update((_id_of(variable), place) for place, variable in enumerate(variables))
+
+
+def is_named_by_places() -> bool:
+    """Whether all workers of an elastic job have the same state, since workers last joined or left."""
+    return bool(_places)
 
 
 def _id_of(variable: Any) -> str:

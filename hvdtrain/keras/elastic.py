@@ -93,6 +93,10 @@ class TensorFlowState(ObjectState):
             self._values = self._read()
             super().sync()
 
+    def reset(self) -> None:
+        """Forget names of collectives that new workers do not know: a fit in on_reset callbacks must not wait for them."""
+        name_by_places([], [])
+
     def _broadcast(self) -> None:
         name_by_places([], self.variables)
         broadcast_variables(self.variables)
@@ -143,10 +147,7 @@ class KerasState(TensorFlowState):
 
     def reset(self) -> None:
         """Discard the traced steps, which contain the number of workers as a constant, and names of collectives."""
-        # Until the next sync, new workers have no places: a fit in on_reset callbacks must not wait for them.
-        for name in self._names():
-            name.set_place(None)
-        name_by_places([], [])
+        super().reset()
         self.model.train_function = self.model.test_function = None
 
     def _broadcast(self) -> None:

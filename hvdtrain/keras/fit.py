@@ -6,6 +6,7 @@ The first rank is that of the process set of the optimizer or tape.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import any_rank, require_alike, require_equal
 from hvdtrain.collectives.gradient_accumulation import common_accumulators, share_accumulators
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
+from hvdtrain.collectives.tensor_names import is_named_by_places
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras.writers import (
     LOGGERS,
@@ -44,6 +46,7 @@ from hvdtrain.keras_internals.variables import (
     taped_variables,
     trained_variables,
 )
+from hvdtrain.rank_variables import is_elastic
 
 
 def prepare_fit() -> None:
@@ -168,7 +171,8 @@ class _CompareReplicas(keras.callbacks.Callback):
     """Compares the replicas after every epoch.
 
     Without a broadcast of the initial weights, each rank would train a model of its own with averaged gradients.
-    No earlier, because Horovod's own examples broadcast after the first batch.
+    No earlier, because Horovod's own examples broadcast after the first batch. In an elastic job, Horovod's examples
+    also train a step before the state is sent to all, when they begin and whenever workers join.
     """
 
     def __init__(self, ranks: Communicator) -> None:
@@ -176,6 +180,8 @@ class _CompareReplicas(keras.callbacks.Callback):
         self._ranks = ranks
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if is_elastic(os.environ) and not is_named_by_places():
+            return
         variables, when = trained_variables(self.model), f"after epoch {epoch + 1}"
         check_replicas(variables=variables, when=when, process_set=self._ranks)
 

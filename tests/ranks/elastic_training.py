@@ -46,7 +46,18 @@ model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", jit_
 # Used at the beginning only, so never by a worker that joins later.
 model.warm_up = hvd.DistributedOptimizer(keras.optimizers.SGD(0.0))
 model.warm_up.build(model.layers[-1].trainable_variables)
+
+
+def first_step() -> None:
+    """As Horovod's example does, to build the optimizer: before the state is sent to all, and whenever workers join."""
+    model.fit(
+        X[hvd.rank() :: hvd.size()], Y[hvd.rank() :: hvd.size()], steps_per_epoch=1, verbose=0
+    )
+
+
+first_step()
 state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+state.register_reset_callbacks([first_step])
 
 
 @hvd.elastic.run

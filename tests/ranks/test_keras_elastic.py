@@ -34,7 +34,8 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     assert starts[0]["bits"] == starts[1]["bits"]
     (dead,) = (event["pid"] for event in found if event["what"] == "dies")
     again = [event for event in found if event["what"] == "trains" and event["epoch"] == 2]
-    assert [(one["size"], one["iterations"]) for one in again] == [(2, 2 * STEPS)] * 2
+    # The step before the first sync, two epochs, and the step after the reset.
+    assert [(one["size"], one["iterations"]) for one in again] == [(2, 2 * STEPS + 2)] * 2
     assert again[0]["bits"] == again[1]["bits"]
     # The one that lived is rank 0, and gives its state to the new one.
     old, new = sorted(again, key=lambda one: one["rank"])
@@ -47,7 +48,7 @@ def test_a_killed_worker(tmp_path: Path) -> None:
         assert f"epoch 2 on rank {number}\n" in log
         assert f"rank {1 - number}\n" not in log
     ends = [event for event in found if event["what"] == "finished"]
-    assert [(e["size"], e["epoch"], e["iterations"]) for e in ends] == [(2, 6, 6 * STEPS)] * 2
+    assert [(e["size"], e["epoch"], e["iterations"]) for e in ends] == [(2, 6, 6 * STEPS + 2)] * 2
 
 
 class Attempts:

@@ -47,7 +47,9 @@ def test_a_broadcast_gives_every_rank_its_own_dropout_masks() -> None:
 
     def work(ranks: Communicator) -> Any:
         model = models[ranks.rank()]
-        for _ in range(2):  # A second broadcast, as of a model that was loaded, must not make them equal again.
+        for _ in range(
+            2
+        ):  # A second broadcast, as of a model that was loaded, must not make them equal again.
             broadcast_variables([v.value for v in model.variables], 0, process_set=ranks)
         return model.layers[0](examples, training=True).numpy(), model.get_weights()
 

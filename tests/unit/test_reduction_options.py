@@ -248,7 +248,6 @@ def test_names_by_places_in_the_state_of_an_elastic_job() -> None:
         found.append((instance([], EVERYONE), tape, variables_name(variables, EVERYONE)))
     assert found[0] == found[1]
     assert len(set(found[0])) == 3 and found[0][0] == "hvdtrain_gradient_state_0"
-    late.set_place(None)
     name_by_places([], [])
     assert late([], EVERYONE) != found[1][0]
     assert variables_name(new, EVERYONE) != found[1][2]
