@@ -14,6 +14,7 @@ import horovod.tensorflow as hvd
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.collectives.consistency import raise_alike
+from hvdtrain.collectives.step_context import without_others
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.worker.stuck_rank import hang_limit
 
@@ -30,8 +31,9 @@ def first_rank_first() -> Iterator[None]:
         with hvdtrain.first_rank_first():
             (x, y), _ = keras.datasets.mnist.load_data()  # rank 0 downloads, the others find the file
 
-    The block may take any time while rank 0 is alive: the stall check does not apply. It must not contain
-    collectives. It does not help with a folder that is local to each host: only rank 0's host has the file then.
+    The block may take any time while rank 0 is alive: the stall check does not apply. It must not contain collectives,
+    which raise an error there. It does not help with a folder that is local to each host: only rank 0's host has the
+    file then.
 
     Raises:
         EngineError: On the other ranks, which then skip the block: rank 0 failed in it. Rank 0 raises its own error.
@@ -116,7 +118,8 @@ def _news(ranks: Communicator, name: str, limit: float) -> Iterator[None]:
     teller.start()
     outcome = _DONE
     try:
-        yield
+        with without_others(ranks.ranks[:1]):
+            yield
     except BaseException as error:
         outcome = f"{type(error).__name__}: {error}"
         raise

@@ -73,25 +73,25 @@ def in_step(step: Step | None) -> Iterator[None]:
         _CURRENT.reset(token)
 
 
-_TRYING: ContextVar[frozenset[int] | None] = ContextVar("hvdtrain_trying", default=None)
+_PRESENT: ContextVar[frozenset[int] | None] = ContextVar("hvdtrain_present", default=None)
 
 
 @contextlib.contextmanager
-def in_trial(ranks: Iterable[int]) -> Iterator[None]:
-    """Context in which `ranks` run a step on the same examples, as often as they like, to learn what it does."""
-    token = _TRYING.set(frozenset(ranks))
+def without_others(ranks: Iterable[int]) -> Iterator[None]:
+    """Context that only `ranks` enter, such as a trial of a step, or work of one rank while the others wait for it."""
+    token = _PRESENT.set(frozenset(ranks))
     try:
         yield
     finally:
-        _TRYING.reset(token)
+        _PRESENT.reset(token)
 
 
 def require_present(ranks: Iterable[int]) -> None:
-    """Require that `ranks` run the current step: a collective would wait for the others.
+    """Require that `ranks` can take part in a collective, which would wait for them forever.
 
     Raises:
-        UsageError: The step is run in a trial, without some of them.
+        UsageError: The current context is `without_others`, and some of `ranks` are among those.
     """
-    trying = _TRYING.get()
-    if trying is not None and not trying.issuperset(ranks):
-        raise UsageError("it calls a collective, in which all workers must take part")
+    present = _PRESENT.get()
+    if present is not None and not present.issuperset(ranks):
+        raise UsageError("a collective is called here, in which all workers must take part")

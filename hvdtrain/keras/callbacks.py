@@ -50,8 +50,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the variables of one rank before the first step, and checks that they stay equal on all ranks.
 
     The random seeds of layers are broadcast as well, and then made different on each rank (rank 0 keeps them). Moving
-    statistics (BatchNormalization) are averaged over the ranks at the end of each epoch, before validation if the
-    number of steps is known. Variables that the first batch creates are broadcast after it: begin a Sequential model
+    statistics (all floating-point variables that are not trained) are averaged over the ranks at the end of each epoch,
+    before validation if the number of steps is known. Other state, such as a queue of examples, belongs in
+    `local_variables`. Variables that the first batch creates are broadcast after it: begin a Sequential model
     with keras.Input, or build the model, so that the first step is that of one model.
 
     Args:

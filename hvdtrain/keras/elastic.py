@@ -94,7 +94,7 @@ class TensorFlowState(ObjectState):
             super().sync()
 
     def reset(self) -> None:
-        """Forget names of collectives that new workers do not know: a fit in on_reset callbacks must not wait for them."""
+        """Forget names that new workers do not know: a fit in on_reset callbacks must not wait for them."""
         name_by_places([], [])
 
     def _broadcast(self) -> None:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 from keras import callbacks as kc
 
-from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.communicator import Adasum, Average, Communicator, Sum
 from hvdtrain.collectives.consistency import any_rank, require_alike, require_equal
 from hvdtrain.collectives.gradient_accumulation import common_accumulators, share_accumulators
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
@@ -70,7 +70,7 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     if distributed:
         ranks = inner_of(distributed[0]).process_set
         if ranks.includes_this() and ranks.size() > 1:
-            checks = _agree(given, self, ranks)
+            checks = _agree(given, self, ranks, **_arguments(distributed))
             own = on_this_rank(given, is_first=ranks.rank() == 0)
             restores = any(isinstance(c, kc.BackupAndRestore) for c in own)
             restored = _RestoreTogether(ranks, restores)
@@ -91,6 +91,24 @@ def _waited_for(
     everyone = ranks.exchange([type(c).__name__ for c in callbacks], "writers")
     alike = all(one == everyone[0] for one in everyone)
     return [c for c in callbacks if alike and isinstance(c, WRITERS)]
+
+
+def _arguments(optimizers: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of DistributedOptimizer that must be the same on all ranks.
+
+    They are not in a model's file: a rank that has loaded one may have others.
+    """
+    inner = [inner_of(one) for one in optimizers]
+    reductions = [one.hvdtrain_reducer.reduction for one in inner]
+    ops = {Average: "Average", Sum: "Sum", Adasum: "Adasum"}
+    return {
+        "op": [ops[one.op] for one in reductions],
+        "compression": [
+            getattr(one.compression, "__name__", one.compression) for one in reductions
+        ],
+        "gradient_accumulation_steps": [one.gradient_accumulation_steps for one in inner],
+        "average_aggregated_gradients": [one.postscale_factor == 1.0 for one in reductions],
+    }
 
 
 def _agree(

@@ -31,8 +31,9 @@ def load_model(
 ) -> keras.Model:
     """Load a model with keras.saving.load_model, and make its optimizer distributed without losing its state.
 
-    The file does not hold the arguments of DistributedOptimizer. To pass others than `compression`, load the model
-    with keras.saving.load_model and wrap `model.optimizer`.
+    The file does not hold the arguments of DistributedOptimizer, except the number of batches whose gradients are
+    accumulated. To pass others than `compression`, load the model with keras.saving.load_model and wrap
+    `model.optimizer`: also where backward_passes_per_step has summed the gradients, as they are averaged otherwise.
 
     Args:
         filepath: A .keras or .h5 file.

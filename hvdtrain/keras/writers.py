@@ -5,6 +5,7 @@ Ranks that write the same files at the same time would corrupt them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from keras import callbacks as kc
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import raise_alike
 from hvdtrain.collectives.first_rank import first_rank_alone
+from hvdtrain.collectives.step_context import without_others
 from hvdtrain.errors import warn_user
 from hvdtrain.keras_internals.models import overrides
 
@@ -104,10 +106,11 @@ class Writer(keras.callbacks.Callback):
             setattr(self, name, partial(self._run, name))
 
     def _run(self, hook: str, *args: Any, **kwargs: Any) -> None:
-        if self.ranks is None or hook not in self.LONG:
-            self._call(hook, *args, **kwargs)
-            return
-        with first_rank_alone(self.ranks, f"callback {self.name}"):
+        with contextlib.ExitStack() as blocks:
+            if self.ranks is not None and hook in self.LONG:
+                blocks.enter_context(first_rank_alone(self.ranks, f"callback {self.name}"))
+            elif self.ranks is not None and self.runs:
+                blocks.enter_context(without_others(self.ranks.ranks[:1]))
             self._call(hook, *args, **kwargs)
 
     def _call(self, hook: str, *args: Any, **kwargs: Any) -> None:

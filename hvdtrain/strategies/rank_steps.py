@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.idle_ranks import take_over
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
-from hvdtrain.collectives.step_context import Step, in_step, in_trial
+from hvdtrain.collectives.step_context import Step, in_step, without_others
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
@@ -213,7 +213,7 @@ class RankSteps:
             why_not = "a worker has a single example" if data is None else "a layer is stateful"
             self._warn(_could_not_be_tried(self._model, why_not))
             return
-        with in_trial(self._copy):
+        with without_others(self._copy):
             mine = probe(self._model, data, self._step)
         found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
         once = set.intersection(*(set(each.once) for each in found))
@@ -252,7 +252,7 @@ class RankSteps:
         self._warn_of_statistics(self._model.test_step, data)
         if overridden(self._model, "test_step") is not None:
             return  # Its loss may be another.
-        with in_trial(self._copy):
+        with without_others(self._copy):
             mine = kind_of_loss(self._model, data, self._step_of_test)
         kinds = {kind for kind in self._ranks.exchange(mine, "loss") if kind}
         if kinds in ({"mean"}, {"sum"}):
@@ -263,7 +263,7 @@ class RankSteps:
 
     def _warn_of_statistics(self, run: Callable[[Any], Any], data: Any) -> None:
         assert self._step is not None
-        with in_trial(self._copy):
+        with without_others(self._copy):
             names = batch_statistics(self._model, data, self._step, run)
         for name in names:
             self._warn(_no_mean(name))

@@ -91,6 +91,15 @@ def test_a_writer_that_takes_longer_than_a_stall() -> None:
     assert found == [{"epochs": [0], "saved": True}] * 2
 
 
+@pytest.mark.slow
+def test_a_collective_on_one_rank(results: Results) -> None:
+    """It would wait for the other rank, which waits for this one."""
+    told = "a collective is called here, in which all workers must take part"
+    for found in results.of("case_a_collective_on_one_rank"):
+        assert sorted(found) == ["first_rank_first", "on_epoch_end", "on_train_batch_end"]
+        assert [message for message in found.values() if told not in message] == []
+
+
 @pytest.mark.parametrize(
     "seconds", ["0.5", pytest.param("", marks=pytest.mark.slow, id="longer than a stall")]
 )

@@ -84,6 +84,7 @@ def test_other_vocabulary(results: Results) -> None:
             ["variable 0 (kernel)", "[8, 6]", "on rank 0", "[7, 6]", "on rank 1"],
         ),
         ("case_other_accumulation", ["gradient_accumulation_steps", "[2] on rank 1"]),
+        ("case_loaded_on_one_rank", ["average_aggregated_gradients is [true] on rank 0"]),
         ("case_missing_metric", ["metric 'accuracy'", "missing on rank 1", "epoch 1"]),
         ("case_one_rank_stops_early", ["rank 0 begins epoch 2, rank 1 stops training"]),
         ("case_frozen_layer_that_differs", ["bias' of rank 1", "after epoch 1"]),

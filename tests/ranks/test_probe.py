@@ -56,7 +56,7 @@ def test_a_loss_over_all_examples(results: Results) -> None:
     first, other = results.of("case_gathered")
     check_all([first["far"], other["far"]])
     assert not other["told"]
-    assert ["it calls a collective" in told for told in first["told"]] == [True]
+    assert ["a collective is called" in told for told in first["told"]] == [True]
 
 
 @pytest.mark.slow

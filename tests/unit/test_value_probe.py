@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras import layers, ops
 
-from hvdtrain.collectives.step_context import Step, in_trial, require_present
+from hvdtrain.collectives.step_context import Step, require_present, without_others
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import global_seed_variable
 from hvdtrain.strategies.losses import make_exact
@@ -105,9 +105,9 @@ def test_kinds_of_losses(name: str, kind: str) -> None:
 
 def test_a_collective_is_tried_only_by_ranks_with_the_same_examples() -> None:
     require_present([0, 1])
-    with in_trial([2, 3]):
+    with without_others([2, 3]):
         require_present([2, 3])
-        with pytest.raises(UsageError, match="calls a collective"):
+        with pytest.raises(UsageError, match="collective is called"):
             require_present([1, 3])
 
 

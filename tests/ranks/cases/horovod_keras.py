@@ -350,6 +350,37 @@ def case_a_slow_writer() -> dict[str, Any]:
     return {"epochs": history.epoch, "saved": file.is_file()}
 
 
+def case_a_collective_on_one_rank() -> dict[str, str]:
+    """In a writer, which only rank 0 runs, and in work that the others wait for."""
+
+    class Averages(keras.callbacks.ModelCheckpoint):
+        hook = "on_epoch_end"
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if self.hook == "on_train_batch_end":
+                hvd.allreduce(0.0)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if self.hook == "on_epoch_end":
+                hvd.allgather(np.zeros(1))
+
+    found = {}
+    for Averages.hook in ("on_train_batch_end", "on_epoch_end"):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+        own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Averages("model.keras")]
+        try:
+            model.fit(np.ones([8, 2]), np.ones([8, 1]), 4, 1, 0, own)
+        except hvdtrain.errors.HvdtrainError as error:
+            found[Averages.hook] = str(error)
+    try:
+        with hvdtrain.first_rank_first():
+            hvd.broadcast_object("news")
+    except hvdtrain.errors.HvdtrainError as error:
+        found["first_rank_first"] = str(error)
+    return found
+
+
 def case_nan_on_one_rank() -> dict[str, Any]:
     """One of 4 batches, of rank 1."""
     x = np.ones([8, 2], "float32")

@@ -195,6 +195,17 @@ def case_other_accumulation() -> str:
     return error_of(compiled(network(), optimizer), broadcast())
 
 
+def case_loaded_on_one_rank() -> str:
+    """The others make a new model: the file does not say that the gradients of two batches are summed."""
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    model = compiled(network(), optimizer)
+    if hvd.rank() == 0:
+        path = Path(tempfile.mkdtemp()) / "model.keras"
+        model.save(path)
+        model = hvd.load_model(path)
+    return error_of(model, broadcast())
+
+
 def case_other_vocabulary() -> dict[str, str]:
     """Each rank adapts to its own data: with the callback, without it, and in a check by the script."""
     words = np.array([["a", "b", "c", "d"][i % 4] for i in range(24)])
