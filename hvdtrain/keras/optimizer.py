@@ -102,8 +102,9 @@ class _Distributed(AppliesByKeras):
     def __reduce__(self) -> tuple[Any, ...]:
         # Keras pickles and copies through a file, which holds the plain optimizer: without this a
         # copy (copy.deepcopy) would silently not be distributed.
-        _, (file,) = super().__reduce__()  # type: ignore[str-unpack]
-        return _distributed_copy, (file, self.hvdtrain_reduction)
+        _, arguments = super().__reduce__()  # type: ignore[str-unpack]
+        make = keras.optimizers.Optimizer._unpickle_model
+        return _made_distributed, (make, arguments, self.hvdtrain_reduction)
 
     @property
     def process_set(self) -> Communicator:
@@ -264,14 +265,14 @@ def _reduce_model(original: Callable[..., Any], self: keras.Model) -> tuple[Any,
     optimizer = getattr(self, "optimizer", None)
     if optimizer is None or not is_distributed(optimizer) or is_sharded(optimizer):
         return found
-    return _distributed_model, (found, inner_of(optimizer).hvdtrain_reduction)
+    return _made_distributed, (*found, inner_of(optimizer).hvdtrain_reduction)
 
 
-def _distributed_model(plain: tuple[Any, Any], reduction: Reduction) -> keras.Model:
-    make, arguments = plain
-    model: keras.Model = make(*arguments)
-    distribute(model.optimizer, reduction)
-    return model
+def _made_distributed(make: Callable[..., Any], arguments: Any, reduction: Reduction) -> Any:
+    """Return the optimizer, or the model, that Keras makes from a file, distributed."""
+    made = make(*arguments)
+    distribute(made.optimizer if isinstance(made, keras.Model) else made, reduction)
+    return made
 
 
 def undistribute(optimizer: Any) -> None:
@@ -280,12 +281,6 @@ def undistribute(optimizer: Any) -> None:
     if is_distributed(inner):
         _, inner.__class__ = type(inner).__bases__
         del vars(inner)["hvdtrain_reducer"]
-
-
-def _distributed_copy(file: Any, reduction: Reduction) -> Any:
-    """Return the optimizer in `file` (written by Keras's __reduce__), distributed."""
-    optimizer = keras.optimizers.Optimizer._unpickle_model(file)
-    return distribute(optimizer, reduction)
 
 
 def DistributedOptimizer(
