@@ -35,7 +35,7 @@ from hvdtrain.adopt.same_way import SameWay
 from hvdtrain.adopt.shared_predictions import own_rows, predict_together
 from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.collectives.replicas import copy_variables
 from hvdtrain.data.arrays import convert, is_arrays, unpack
 from hvdtrain.data.structures import count_examples
 from hvdtrain.errors import ReplicaError, UsageError
@@ -45,7 +45,7 @@ from hvdtrain.keras.sync_batch_norm import synchronized
 from hvdtrain.keras.writers import on_this_rank
 from hvdtrain.keras_internals.models import compile_config, optimizers_of, overridden
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
+from hvdtrain.keras_internals.variables import seed_variables, tf_variable
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.trainer import Trainer
@@ -318,7 +318,7 @@ class AdoptedFits:
         given.pop("self")
         history = original(model, **given)
         variables = [*model.variables, *(v for o in optimizers_of(model) for v in o.variables)]
-        broadcast_variables(unique(variables))
+        copy_variables(variables, 0, ALL_RANKS)
         history.history = ALL_RANKS.exchange(_plain(history.history), "adopted_history")[0]
         return history
 
