@@ -65,6 +65,13 @@ def main() -> None:
     """Prepare this process and run the script; a failure is reported and ends the process."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m hvdtrain.worker [-m | --program] SCRIPT [ARGUMENTS]...")
+    try:
+        _run()
+    except KeyboardInterrupt:
+        _end(EXIT_INTERRUPTED)
+
+
+def _run() -> None:
     _restart_with_hash_seed()
     beat("starting")
     _install_signal_handlers()
@@ -104,7 +111,7 @@ def main() -> None:
         else:
             main_module.run_script(script)
     except KeyboardInterrupt:
-        _end(EXIT_INTERRUPTED)
+        raise
     except SystemExit as request:
         _exit_as_asked(request.code)
     except HvdtrainError as error:

@@ -128,6 +128,18 @@ def test_how_scripts_end(tmp_path: Path, script: str, exit_code: int, said: str)
     assert result.stdout == ""
 
 
+def test_an_interrupt_before_the_script_begins_ends_it_quietly(tmp_path: Path) -> None:
+    code = (
+        "import os, signal\n"
+        "from hvdtrain.worker import run_script\n"
+        "run_script._take_delivery = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        "run_script.main()\n"
+    )
+    command = [sys.executable, "-c", code, "train.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
 def test_the_launcher_gets_one_line(tmp_path: Path) -> None:
     script, rank = "raise SystemExit('no <data>')", {LAUNCH_ID: "x", "HOROVOD_RANK": "3"}
     result = work(tmp_path, script, **rank, **{TERMINAL: "0"})
