@@ -239,6 +239,8 @@ def merged_logs(
     if step_logs.keys() != merged.keys():
         known = {n: merged[n] for n in by_value} | {n: s.value() for n, s in sources.items()}
         others = {name: value for name, value in step_logs.items() if name not in known}
+        known |= _totals(others, of_states, share, process_set)
+        others = {name: value for name, value in others.items() if name not in known}
         known |= average_logs(
             others,
             share.examples,
@@ -249,6 +251,17 @@ def merged_logs(
     found = {name: as_value(value) for name, value in merged.items()}
     write_state(unlisted, kept)
     return found
+
+
+def _totals(
+    logs: Mapping[str, Any], of_states: StateLogs | None, share: Share, process_set: Communicator
+) -> dict[str, Any]:
+    """Return those of `logs` that are sums over the examples of a step, summed over the ranks."""
+    names = of_states.sums(sorted(logs), share.data) if of_states is not None and logs else []
+    busy = float(share.examples > 0)
+    own = [np.asarray(np.asarray(logs[name]) * busy, np.float64) for name in names]
+    totals = process_set.grouped_allreduce(own, "hvdtrain_log_sums") if names else []
+    return dict(zip(names, totals, strict=True))
 
 
 def _by_value(
