@@ -108,6 +108,7 @@ def case_disagreements() -> dict[str, str]:
         "model": message(lambda: fit(trainer(lambda: model(5 if LAST else 4)))),
         "layers": message(lambda: fit(trainer(wide_and_deep if LAST else model))),
         "statistics": message(lambda: fit(trainer(lambda: normalized(float(RANK))))),
+        "adapted": message(lambda: fit(trainer(adapted(X[RANK::2])))),
         "batch size": message(lambda: fit(trainer(global_batch_size=4 if LAST else 8))),
         "learning rate": message(
             lambda: fit(trainer(optimizer=optimizers.SGD(0.1 if LAST else 0.05)))
@@ -135,6 +136,24 @@ def wide_and_deep() -> keras.Model:
 def normalized(mean: float) -> keras.Model:
     layer = layers.Normalization(mean=mean, variance=1.0)
     return keras.Sequential([layers.Input((3,)), layer, layers.Dense(1)])
+
+
+def adapted(x: np.ndarray | None) -> keras.Model:
+    layer = layers.Normalization()
+    network = keras.Sequential([layers.Input((3,)), layer, layers.Dense(1)])
+    if x is not None:
+        layer.adapt(x)
+    return network
+
+
+def case_adapted_by_one_rank() -> list[list[float]]:
+    """The others leave it to rank 0; and all of them adapt to the same data, in another order."""
+    found = []
+    for mine in (X if not RANK else None, X[:: 1 - 2 * RANK]):
+        trained = trainer(adapted(mine))
+        fit(trained)
+        found.append(np.ravel(trained.model.layers[0].mean).tolist())
+    return [*found, X.mean(axis=0).tolist()]
 
 
 def batches(count: int, shift: float = 0.0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
