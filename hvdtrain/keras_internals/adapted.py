@@ -57,12 +57,12 @@ def adapted_states(model: keras.Model) -> list[Adapted]:
     return found
 
 
-def adapted_statistics(model: keras.Model) -> dict[str, list[float]]:
+def adapted_statistics(model: keras.Model) -> dict[str, list[float | str]]:
     """Return samples of the means and variances that Normalization layers have learnt and keep in variables.
 
     Without those of layers that are not adapted: a rank may leave that to another, and get its variables.
     """
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float | str]] = {}
     for layer in model._flatten_layers():
         if not isinstance(layer, keras.layers.Normalization) or layer.input_mean is not None:
             continue
