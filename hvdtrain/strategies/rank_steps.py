@@ -222,6 +222,8 @@ class RankSteps:
         looked_up = frozenset(id(tf_variable(variables[place])) for place in once)
         self._step = replace(self._step, once=looked_up)
         self._keep_in_step(found)
+        if self._model.run_eagerly:
+            self._look_for_decisions(data)
         judged = [each for each in found if each.as_mean is not None]
         if not judged:
             why_not = next((each.why_not for each in found if each.why_not), "")
@@ -236,8 +238,6 @@ class RankSteps:
         self._test_probed = self._test_probed or overridden(self._model, "test_step") is None
         self._use_in_tests(self._step)
         self._warn_of_statistics(self._model.train_step, data)
-        if self._model.run_eagerly:
-            self._look_for_decisions(data)
 
     def probe_test(self, share: Share) -> None:
         """Test, before the first test step, how losses and means of the user's depend on the batch. A collective.

@@ -117,6 +117,10 @@ USAGE = {
     "frozen": "create a new one, Trainer(trainer.model",
     "whole batch": "The loss 'dice' is computed from sums over all examples of the batch",
     "several optimizers": "pass one optimizer for all weights",
+    "own allreduce": "AveragesEach reduces its gradients over the workers itself",
+    "own allreduce, eagerly": "AveragesEach reduces its gradients over the workers itself",
+    "own grouped_allreduce": "AveragesAll reduces its gradients over the workers itself",
+    "own tape": "OwnTape reduces its gradients over the workers itself",
 }
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 from small import RANK, layers, optimizers
 
 import hvdtrain
+import hvdtrain.keras as hvd
 from hvdtrain.collectives.reduction import GradientReducer
 from hvdtrain.keras import DistributedOptimizer, Sum
 
@@ -193,7 +194,53 @@ def case_usage() -> dict[str, str]:
         "frozen": message(lambda: changed(lambda m: setattr(m.layers[0], "trainable", False))),
         "whole batch": message(lambda: fit(trainer(loss=keras.losses.Dice()))),
         "several optimizers": message(lambda: trainer(optimizer=several())),
+        **{
+            name: message(lambda kind=kind, eager=eager: fit(reducing(kind, eager)))
+            for name, kind, eager in (
+                ("own allreduce", AveragesEach, False),
+                ("own allreduce, eagerly", AveragesEach, True),
+                ("own grouped_allreduce", AveragesAll, False),
+                ("own tape", OwnTape, False),
+            )
+        },
     }
+
+
+class AveragesEach(keras.Sequential):
+    """Its gradients are those of a script for Horovod with a step of its own."""
+
+    def tape(self) -> Any:
+        return tf.GradientTape()
+
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        return [hvd.allreduce(gradient) for gradient in gradients]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with self.tape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        gradients = self.averaged(tape.gradient(loss, self.trainable_variables))
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class AveragesAll(AveragesEach):
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        return [2.0 * gradient / 2.0 for gradient in hvd.grouped_allreduce(gradients)]
+
+
+class OwnTape(AveragesEach):
+    def tape(self) -> Any:
+        return hvd.DistributedGradientTape(tf.GradientTape())
+
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        return gradients
+
+
+def reducing(kind: type[AveragesEach], eagerly: bool) -> hvdtrain.Trainer:
+    return trainer(
+        kind([layers.Input((3,)), layers.Dense(4), layers.Dense(1)]), run_eagerly=eagerly
+    )
 
 
 def changed(change: Callable[[keras.Model], Any]) -> None:
