@@ -43,7 +43,7 @@ from hvdtrain.signals import ending_signals
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.agents import Agents, SshSettings, agent_argv, greet, missing_program
 from hvdtrain.start.parts.host_agent import Greeting
-from hvdtrain.start.parts.host_ranks import STOPPED
+from hvdtrain.start.parts.host_processes import STOPPED
 from hvdtrain.start.parts.output_tags import LONGEST_ATOM, mark_for, marked_lines, marked_news
 from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
 
