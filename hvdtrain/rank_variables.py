@@ -21,6 +21,9 @@ CPU_OPERATIONS = "HOROVOD_CPU_OPERATIONS"
 RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 """Address at which the ranks of a launch over Gloo find each other."""
 
+GLOO_INTERFACE = "HOROVOD_GLOO_IFACE"
+"""Network interface at which a rank listens for the others of a launch over Gloo."""
+
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import click
 
-from hvdtrain.launch.running.ending import COMMAND_SECONDS
+from hvdtrain.launch.running.time_limits import COMMAND_SECONDS
 from hvdtrain.launch.running.timed_command import CompletedCommand
 
 Status = Literal["ok", "warn", "fail", "skip"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.running.ending import COMMAND_SECONDS
 from hvdtrain.launch.running.processes import end_groups, start
+from hvdtrain.launch.running.time_limits import COMMAND_SECONDS
 
 _PERCENT = re.compile(rb"\[ *(\d{1,3})%\]")
 """Progress that make prints before each source file."""

@@ -57,6 +57,24 @@ def adapted_states(model: keras.Model) -> list[Adapted]:
     return found
 
 
+def adapted_statistics(model: keras.Model) -> dict[str, list[float | str]]:
+    """Return samples of the means and variances that Normalization layers have learnt and keep in variables.
+
+    Without those of layers that are not adapted: a rank may leave that to another, and get its variables.
+    """
+    found: dict[str, list[float | str]] = {}
+    for layer in model._flatten_layers():
+        if not isinstance(layer, keras.layers.Normalization) or layer.input_mean is not None:
+            continue
+        if not layer.built:
+            continue
+        mean, variance = (np.ravel(v.numpy()) for v in (layer.adapt_mean, layer.adapt_variance))
+        if mean.any() or (variance != 1).any():
+            name = f"the mean and variance {len(found)} of {re.sub(r'_[0-9]+$', '', layer.name)!r}"
+            found[name] = [float(number) for one in (mean, variance) for number in _sample(one)]
+    return found
+
+
 def _values(layer: Any) -> Iterator[tuple[str, list[np.ndarray], list[np.ndarray]]]:
     """Yield kind, tokens and their indices, and numbers."""
     if isinstance(layer, (keras.layers.StringLookup, keras.layers.IntegerLookup)):

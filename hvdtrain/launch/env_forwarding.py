@@ -100,12 +100,10 @@ def parse_variable(text: str) -> EnvVar:
     return EnvVar(name, value if equals else None)
 
 
-def without_value(names: Iterable[str], environ: Mapping[str, str]) -> str:
-    """Return an error message about the variables in `names` that are not set, or an empty string."""
-    missing = sorted(set(names) - environ.keys())
-    if not missing:
-        return ""
-    return f"--env {', '.join(missing)}: not set in this environment: set it first"
+def require_values(names: Iterable[str], environ: Mapping[str, str]) -> None:
+    """Raise UsageError if some of the variables in `names` are not set."""
+    if missing := sorted(set(names) - environ.keys()):
+        raise UsageError(f"--env {', '.join(missing)}: not set in this environment: set it first")
 
 
 def travelling(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:

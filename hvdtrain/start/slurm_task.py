@@ -32,13 +32,12 @@ from hvdtrain.launch.running.processes import Pipes, start
 from hvdtrain.launch.running.rank_monitor import RankMonitor, as_json
 from hvdtrain.launch.running.srun_tasks import NEWS_SECONDS
 from hvdtrain.launch.slurm.task_variables import task_environment
-from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
+from hvdtrain.rank_variables import GLOO_INTERFACE, RENDEZVOUS_ADDRESS
 from hvdtrain.signals import outlive_signals, shell_code
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.output_tags import LONGEST_PIECE, mark_for, marked_news
 from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
 
-INTERFACE = "HOROVOD_GLOO_IFACE"
 TICK_SECONDS = 0.1
 ORDERS = {signal.SIGURG: signal.SIGINT, signal.SIGWINCH: signal.SIGTERM}
 """Signal to a task -> signal to its rank."""
@@ -54,9 +53,9 @@ def main() -> None:
     try:
         place = task_environment(os.environ, available_cores())
         environment = {**os.environ, **place}
-        if RENDEZVOUS_ADDRESS in environment and INTERFACE not in environment:
+        if RENDEZVOUS_ADDRESS in environment and GLOO_INTERFACE not in environment:
             interface = interface_towards(environment[RENDEZVOUS_ADDRESS])
-            environment |= {INTERFACE: interface} if interface else {}
+            environment |= {GLOO_INTERFACE: interface} if interface else {}
         code = run_marked(sys.argv[1:], environment, int(place["HOROVOD_RANK"]), asked)
         sys.exit(0 if asked else code)
     except HvdtrainError as error:

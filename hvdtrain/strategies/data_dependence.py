@@ -23,6 +23,7 @@ from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.keras_internals.optimizers import gradients_taken
 from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.strategies.reduced_gradients import refuse_reduced
 
 LIMITS = ("Minimum", "Maximum", "ClipByValue")
 """Operations whose result is one of their inputs."""
@@ -59,11 +60,12 @@ def with_decision_warnings(
 
     Raises:
         UsageError: While tracing: the step applies gradients or not depending on such a decision, so that some workers
-            would wait for others.
+            would wait for others; or it has reduced them itself.
     """
     traced = False
 
     def look(pairs: list[tuple[Any, Any]]) -> bool:
+        refuse_reduced(model, pairs)
         where = first_decision([g for g, _ in pairs if g is not None], _own_state(model))
         if where:
             tell(_text(model, where))

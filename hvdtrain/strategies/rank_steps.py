@@ -29,7 +29,7 @@ from hvdtrain.keras_internals.variables import (
     variable_name,
     without,
 )
-from hvdtrain.strategies import batch_dependence
+from hvdtrain.strategies import batch_dependence, complaints
 from hvdtrain.strategies.data_dependence import with_decision_warnings
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
 from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of
@@ -39,7 +39,7 @@ from hvdtrain.strategies.stateful_updates import grown_together
 from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs
 from hvdtrain.strategies.trial import in_one_line, unchanged
-from hvdtrain.strategies.value_probe import batch_statistics, kind_of_loss
+from hvdtrain.strategies.value_probe import batch_statistics, kind_of_loss, predicts_together
 
 
 def _of_size(step: Callable[[Any], Any], leading: tuple[int, ...]) -> Callable[[Any], Any]:
@@ -108,6 +108,7 @@ class RankSteps:
         self._probed = False
         own = overridden(model, "compute_loss", "test_step") or own_losses(model)
         self._test_probed = not own
+        self._predict_probed = workers == 1
         self._step: Step | None = None
         self._step_of_test: Step | None = None
         self._summed: list[tf.Variable] = []
@@ -211,7 +212,7 @@ class RankSteps:
         # Per-row states of a stateful layer are not variables of the model, so the probe could not restore them.
         if data is None or keeps_rows(self._model):
             why_not = "a worker has a single example" if data is None else "a layer is stateful"
-            self._warn(_could_not_be_tried(self._model, why_not))
+            self._warn(complaints.could_not_be_tried(self._model, why_not))
             return
         with without_others(self._copy):
             mine = probe(self._model, data, self._step)
@@ -221,22 +222,22 @@ class RankSteps:
         looked_up = frozenset(id(tf_variable(variables[place])) for place in once)
         self._step = replace(self._step, once=looked_up)
         self._keep_in_step(found)
+        if self._model.run_eagerly:
+            self._look_for_decisions(data)
         judged = [each for each in found if each.as_mean is not None]
         if not judged:
             why_not = next((each.why_not for each in found if each.why_not), "")
-            self._warn(why_not and _could_not_be_tried(self._model, why_not))
+            self._warn(why_not and complaints.could_not_be_tried(self._model, why_not))
             return
         if all(each.as_mean for each in judged):
             self._step = replace(self._step, checked=True)
         elif all(each.as_sum for each in judged) and trains_by_keras(self._model):
             self._step = replace(self._step, checked=True, loss_is_sum=True)
         else:
-            raise UsageError(_does_not_add_up(self._model, judged))
+            raise UsageError(complaints.does_not_add_up(self._model, judged))
         self._test_probed = self._test_probed or overridden(self._model, "test_step") is None
         self._use_in_tests(self._step)
         self._warn_of_statistics(self._model.train_step, data)
-        if self._model.run_eagerly:
-            self._look_for_decisions(data)
 
     def probe_test(self, share: Share) -> None:
         """Test, before the first test step, how losses and means of the user's depend on the batch. A collective.
@@ -259,14 +260,14 @@ class RankSteps:
             is_sum = kinds == {"sum"}
             self._use_in_tests(replace(self._step_of_test, checked=True, loss_is_sum=is_sum))
         elif kinds:
-            self._warn(_loss_of_parts(self._model))
+            self._warn(complaints.loss_of_parts(self._model))
 
     def _warn_of_statistics(self, run: Callable[[Any], Any], data: Any) -> None:
         assert self._step is not None
         with without_others(self._copy):
             names = batch_statistics(self._model, data, self._step, run)
         for name in names:
-            self._warn(_no_mean(name))
+            self._warn(complaints.no_mean(name))
 
     def _use_in_tests(self, step: Step) -> None:
         """Weight the losses of test steps as `step` says, also of those traced before."""
@@ -284,7 +285,7 @@ class RankSteps:
         except UsageError:
             raise
         except Exception as error:
-            self._warn(_cannot_be_traced(self._model, in_one_line(error)))
+            self._warn(complaints.cannot_be_traced(self._model, in_one_line(error)))
 
     def _keep_in_step(self, found: Sequence[Verdict]) -> None:
         """Choose how variables that a step changes without a gradient stay equal, by the findings of all ranks."""
@@ -304,15 +305,15 @@ class RankSteps:
             names = [paths.get(id(state[place]), state[place].name) for place in unclear]
             trained = {variable_name(v) for v in self._model.trainable_variables}
             if by_hand := [name for name in names if name in trained]:
-                raise UsageError(_assigned(self._model, by_hand[0]))
+                raise UsageError(complaints.assigned(self._model, by_hand[0]))
             untracked = {id(v) for v in untracked_variables(self._model)}
             kept = [
                 name
                 for name, place in zip(names, unclear, strict=True)
                 if id(state[place]) in untracked
             ]
-            self._warn(_averages([name for name in names if name not in kept]))
-            self._warn(_kept_apart(kept))
+            self._warn(complaints.averages([name for name in names if name not in kept]))
+            self._warn(complaints.kept_apart(kept))
 
     def _some_examples(self, share: Share) -> Any:
         """Return a few examples of this rank, or of all ranks if one has too few; None if there is only one.
@@ -350,7 +351,20 @@ class RankSteps:
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` (on an idle rank, for its filler example)."""
+        if not self._predict_probed:
+            self._predict_probed = True
+            self._probe_predict(share)
         return self._predict(share.data)
+
+    def _probe_predict(self, share: Share) -> None:
+        """Warn, before the first prediction, of outputs that depend on the other examples of a batch. A collective."""
+        data = self._some_examples(share)
+        if data is None or keeps_rows(self._model):
+            return
+        assert self._step_of_test is not None
+        with in_trial(self._copy):
+            together = predicts_together(self._model, data, self._step_of_test)
+        self._warn(complaints.predicts_together(self._model) if together else None)
 
     def finish(self) -> None:
         """Do nothing: no step is in flight after `train` returns."""
@@ -395,91 +409,3 @@ class RankSteps:
         for target, value in zip(targets, values, strict=True):
             target.assign(value)
         return logs
-
-
-def _kept_apart(names: Sequence[str]) -> str | None:
-    if not names:
-        return None
-    return (
-        f"A step updates the tf.Variable {names[0]!r} by something other than a sum or mean over the "
-        "examples of its batch. Each worker uses its own part of the batch and keeps its own value: "
-        "create it with self.add_weight(trainable=False), and the values are averaged at the end of "
-        "each epoch"
-    )
-
-
-def _averages(names: Sequence[str]) -> str | None:
-    if not names:
-        return None
-    others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
-    return (
-        f"A step updates {names[0]!r}{others} by something other than a sum or mean over the "
-        "examples of its batch. Each worker uses its own part of the batch, and the values are "
-        "averaged at the end of each epoch: where training depends on them, it differs from "
-        "training on one worker"
-    )
-
-
-def _no_mean(metric: str) -> str:
-    return (
-        f"The metric {metric!r} gets one number for a batch, which is not a mean over its examples, "
-        "and each worker has only a part of the batch: it depends on the number of workers. "
-        "Training is not affected. Update it with one value per example, or with sums over "
-        "examples that result() combines"
-    )
-
-
-def _loss_of_parts(model: keras.Model) -> str:
-    return (
-        f"In an evaluation, the loss of {type(model).__name__} depends on the number of workers: each "
-        "has only a part of a batch, and the losses of the parts do not combine into that of the "
-        "batch. Let the loss be a mean of one value per example"
-    )
-
-
-def _assigned(model: keras.Model, name: str) -> str:
-    return (
-        f"The train_step of {type(model).__name__} assigns to the weight {name!r} directly, by "
-        "something other than a sum or mean over the examples of its batch, of which each worker "
-        "has only a part: let it pass the gradients to self.optimizer.apply(gradients, "
-        "self.trainable_variables)"
-    )
-
-
-def _could_not_be_tried(model: keras.Model, why: str) -> str:
-    return (
-        f"The training step of {type(model).__name__} could not be tested on parts of a batch: "
-        f"{why}. Several workers train like one only if its loss is a mean of one value per "
-        "example; each worker draws its own random numbers"
-    )
-
-
-def _cannot_be_traced(model: keras.Model, why: str) -> str:
-    return (
-        f"The training step of {type(model).__name__} runs eagerly and cannot be traced ({why}), "
-        "so it is unknown whether it branches on values of a worker's own part of the batch: if "
-        "it does, each worker branches independently, so the result depends on the number of "
-        "workers"
-    )
-
-
-def _does_not_add_up(model: keras.Model, found: Sequence[Verdict]) -> str:
-    worst = max(found, key=lambda each: each.gap)
-    gap = f"{worst.gap:.0%}" if worst.gap >= 0.01 else f"{worst.gap:.1%}"
-    begin = (
-        "The gradients of the parts of a batch do not add up to those of the batch: that of "
-        f"{worst.worst!r} differs by {gap}, and each worker has only a part of the "
-        "batch. "
-    )
-    if all(each.as_sum for each in found):
-        return begin + (
-            f"The train_step of {type(model).__name__} sums over the examples: let it take the "
-            "mean instead, so that the result does not depend on how many a worker has"
-        )
-    return begin + (
-        "The loss, or a layer, looks at several examples at once, or divides by something other "
-        "than their number: make the loss a mean of one value per example, gather the outputs of "
-        "all workers in it (docs/exactness.md), or train on one worker. With "
-        "Trainer(probe=False) each worker uses its own part, and the result depends "
-        "on the number of workers"
-    )

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
+from hvdtrain.keras_internals.adapted import (
+    adapted_facts,
+    adapted_numbers,
+    adapted_states,
+    adapted_statistics,
+)
 from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.models import metric_names, symbolic_inputs
 from hvdtrain.keras_internals.variables import tf_variable
@@ -63,6 +69,7 @@ class Runner:
         adapted = adapted_states(model)
         require_equal(built | adapted_facts(adapted), what, "model")
         require_alike(adapted_numbers(adapted), what)
+        _require_same_statistics(model, what)
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
         """Create the variables that `model` needs to predict from symbolic `inputs`."""
@@ -89,3 +96,15 @@ class Runner:
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
         """Return the outputs for all examples, in order, on every rank."""
         return gather_predictions(outputs, self.position.data_set)
+
+
+def _require_same_statistics(model: keras.Model, what: str) -> None:
+    """Require that all ranks that have adapted a Normalization layer have learnt the same. A collective.
+
+    The others get the first rank's variables: of data that each rank had a part of, they know that part only.
+    """
+    own = adapted_statistics(model)
+    known: dict[str, list[float | str]] = {}
+    for theirs in ALL_RANKS.exchange(own, "adapted"):
+        known = theirs | known
+    require_alike(known | own, what)

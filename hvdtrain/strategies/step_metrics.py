@@ -2,8 +2,8 @@
 
 While a step is traced (or first runs eagerly), its calls of metrics are recorded. Each metric is then tested once on
 made-up numbers in the shapes of those calls (collectives/metric_merging.py), which takes about 10 ms; Keras's metrics
-that are known to add up are not tested. States that count by the share of the batch are weighted in the step itself;
-all others are handled when the states are merged.
+that are known to add up are not tested. States that count by the share of the batch are weighted in the step itself,
+and integers that count steps count a step in several parts once; all others are handled when the states are merged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator, Min
 from hvdtrain.collectives.metric_merging import (
+    LAST,
     RULES,
     SHARE,
     SUM,
     Finding,
+    Trial,
     can_be_weighted,
     find_rules,
 )
@@ -75,7 +77,7 @@ class StepMetrics:
         metrics: Metrics of the built and compiled model and of its layers.
         share: This rank's share of the global batch, a float32 scalar.
         warn: Receives warnings about metrics that do not combine exactly.
-        allowed: Rules that the caller can apply.
+        in_parts: Whether a step updates the metrics several times, with one part of this rank's share after the other.
 
     Attributes:
         rules: Rules found so far for states that do not add up, by the id of the tf.Variable.
@@ -86,20 +88,31 @@ class StepMetrics:
         metrics: Sequence[keras.metrics.Metric],
         share: tf.Variable,
         warn: Callable[[str], None],
-        allowed: Sequence[str] = RULES,
+        in_parts: bool = False,
     ) -> None:
-        self._allowed = allowed
+        # A state merged by "last" would keep the value of the last part only.
+        self._allowed = [rule for rule in RULES if not (in_parts and rule == LAST)]
+        self._in_parts = in_parts
         self._metrics = metrics
         self._share = share
         self._warn = warn
         self._tried: set[int] = set()
         self._sums: set[int] = set()
         self.rules: dict[int, str] = {}
-        self._targets = [tf_variable(v) for v in state_variables(metrics) if can_be_weighted(v)]
+        states = state_variables(metrics)
+        self._targets = [tf_variable(v) for v in states if in_parts or can_be_weighted(v)]
+        self._counters: dict[int, tf.Variable] = {}
+        """By the id of the tf.Variable of a counter of steps, its value when the current step began."""
 
     def count_as_sums(self, variables: Sequence[tf.Variable]) -> None:
         """Treat numbers per batch that metrics add to `variables` as sums over the examples."""
         self._sums = {id(v) for v in variables}
+
+    def begin_step(self) -> None:
+        """Begin a step whose parts `count` will count."""
+        for target in self._targets:
+            if (begun := self._counters.get(id(target))) is not None:
+                begun.assign(target)
 
     def over(self, step: Callable[[Any], Any], sources: dict[str, Source]) -> Callable[[Any], Any]:
         """Wrap `step` in `count`, and put the sources of its logs into `sources`."""
@@ -123,10 +136,13 @@ class StepMetrics:
         for metric, updates in calls.updates:
             if id(metric) not in self._tried and not is_known_to_add_up(metric):
                 self._tried.add(id(metric))
-                self._learn(metric, updates, examples)
+                for counter in self._learn(metric, updates, examples):
+                    self._add_counter(counter, before)
         for target, value in zip(self._targets, before, strict=True):
             if self.rules.get(id(target)) == SHARE:
                 target.assign(value + tf.cast(self._share, value.dtype) * (target - value))
+            elif (begun := self._counters.get(id(target))) is not None:
+                target.assign(begun + (target - value))
         return logs, calls.sources(logs)
 
     def logs(
@@ -138,17 +154,28 @@ class StepMetrics:
         """Return the logs of a step, together with the rules found so far."""
         return StepLogs(logs, sources, self.rules, of_states)
 
-    def _learn(self, metric: keras.metrics.Metric, calls: Calls, examples: int) -> None:
+    def _add_counter(self, counter: tf.Variable, before: Sequence[tf.Tensor]) -> None:
+        """Note the value of a counter before the first part of the first step, which is being run or traced."""
+        place = next(i for i, target in enumerate(self._targets) if target is counter)
+        is_run = tf.executing_eagerly()
+        with tf.init_scope():
+            begun = before[place] if is_run else counter.read_value()
+            self._counters[id(counter)] = tf.Variable(begun, trainable=False)
+
+    def _learn(
+        self, metric: keras.metrics.Metric, calls: Calls, examples: int
+    ) -> list[tf.Variable]:
+        """Find the rules of a metric; return those of its states that count the steps and not the parts of a step."""
         if hides_state(metric):
             self._warn(
                 f"The metric {metric.name!r} keeps its state in a tf.Variable or in Python, where "
                 "it cannot be combined: each worker shows the value for its own examples. Let it "
                 "keep sums over examples in variables created by self.add_weight()"
             )
-            return
+            return []
         states = {id(tf_variable(v)) for v in metric.variables}
         if states and states <= self._sums:
-            return  # The default rule holds, as for a mean weighted by its number of examples.
+            return []  # The default rule holds, as for a mean weighted by its number of examples.
         is_mean = isinstance(metric, keras.metrics.Mean)
         telling = {id(tf_variable(metric.total))} if is_mean else states
         seen = bool(telling & self._sums)
@@ -158,9 +185,10 @@ class StepMetrics:
             with tf.init_scope():
                 trials = make_trials(calls, examples, adds_up)
                 finding = find_rules(metric, trials, self._allowed)
+                counters = _counters(metric, trials[0]) if self._in_parts else []
         except Exception as error:
             self._warn(_untested(metric, error))
-            return
+            return []
         for variable, rule in zip(metric.variables, finding.rules, strict=True):
             if rule != SUM:
                 self.rules[id(tf_variable(variable))] = rule
@@ -172,6 +200,7 @@ class StepMetrics:
                 "only a part of the batch: the number is treated as a sum over the examples. If "
                 "it is anything else, pass the metric one value per example"
             )
+        return counters
 
 
 class SummedMetrics:
@@ -239,6 +268,8 @@ def merged_logs(
     if step_logs.keys() != merged.keys():
         known = {n: merged[n] for n in by_value} | {n: s.value() for n, s in sources.items()}
         others = {name: value for name, value in step_logs.items() if name not in known}
+        known |= _totals(others, of_states, share, process_set)
+        others = {name: value for name, value in others.items() if name not in known}
         known |= average_logs(
             others,
             share.examples,
@@ -249,6 +280,17 @@ def merged_logs(
     found = {name: as_value(value) for name, value in merged.items()}
     write_state(unlisted, kept)
     return found
+
+
+def _totals(
+    logs: Mapping[str, Any], of_states: StateLogs | None, share: Share, process_set: Communicator
+) -> dict[str, Any]:
+    """Return those of `logs` that are sums over the examples of a step, summed over the ranks."""
+    names = of_states.sums(sorted(logs), share.data) if of_states is not None and logs else []
+    busy = float(share.examples > 0)
+    own = [np.asarray(np.asarray(logs[name]) * busy, np.float64) for name in names]
+    totals = process_set.grouped_allreduce(own, "hvdtrain_log_sums") if names else []
+    return dict(zip(names, totals, strict=True))
 
 
 def _by_value(
@@ -262,6 +304,24 @@ def _by_value(
     same = [not share.examples or np.array_equal(own[n], logs[n]) for n in names]
     votes = process_set.allreduce(np.array(same, np.int32), "hvdtrain_log_names", Min).numpy()
     return [name for name, vote in zip(names, votes, strict=True) if vote]
+
+
+def _counters(metric: keras.metrics.Metric, trial: Trial) -> list[tf.Variable]:
+    """Return the integers that grow by the same number in every step, whatever its examples; restore the state."""
+    own = read_state([metric])
+    metric.reset_state()
+    states = [read_state([metric])]
+    for updates in trial.whole:
+        for update in updates:
+            metric.update_state(*update.args, **update.kwargs)
+        states.append(read_state([metric]))
+    write_state([metric], own)
+    growths = [np.diff(values, axis=0) for values in zip(*states, strict=True)]
+    return [
+        tf_variable(variable)
+        for variable, growth in zip(state_variables([metric]), growths, strict=True)
+        if not can_be_weighted(variable) and np.any(growth) and np.all(growth == growth[0])
+    ]
 
 
 def _untested(metric: keras.metrics.Metric, error: Exception) -> str:

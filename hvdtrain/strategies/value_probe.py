@@ -1,6 +1,7 @@
-"""Test whether the values that a step shows, not its gradients, are means over the examples of a batch.
+"""Test how the values that a step shows, not its gradients, depend on the examples of a batch.
 
-An evaluation has no gradients, and a process may evaluate without training. See probe.py for the gradients.
+An evaluation and a prediction have no gradients, and a process may run them without training. See probe.py for the
+gradients.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.keras_internals.metric_calls import counted_metrics
@@ -107,3 +109,33 @@ def batch_statistics(
         if one == other and not fits and not np.allclose(one, each, limit, limit):
             found.append(metric.name)
     return found
+
+
+def predicts_together(model: keras.Model, data: Any, step: Step) -> bool:
+    """Return whether what predict_step returns for an example depends on the others in its batch. No communication.
+
+    Args:
+        model, data, step: As in `probe`.
+    """
+
+    def outputs(part: Any, own: Step | None) -> list[np.ndarray]:
+        return [np.asarray(output) for output in tf.nest.flatten(model.predict_step(part))]
+
+    tried = _tried(model, data, step, outputs)
+    if tried is None:
+        return False
+    whole, again, several, _ = tried
+    limit = tolerance(model)
+
+    def alike(one: Any, other: Any) -> bool:
+        if one.dtype.kind not in "fiub":
+            return np.array_equal(one, other)
+        size = np.abs(other).max(initial=1e-6, where=np.isfinite(other))
+        return np.allclose(one, other, rtol=0.0, atol=limit * size, equal_nan=True)
+
+    for one, other, *each in zip(whole, again, *several, strict=True):
+        if not one.ndim or any(part.shape[1:] != one.shape[1:] for part in each):
+            continue  # Not one output for each example, or of another size in each batch.
+        if alike(one, other) and not alike(np.concatenate(each), one):
+            return True
+    return False

@@ -86,6 +86,8 @@ class Loop:
                     self.record.config, plan.train, plan.validation, self.model, plan.callbacks
                 )
                 position = blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
+            elif self.record.run_dir is not None:
+                blocks.callback(self.record.run_dir.release)
             show = blocks.enter_context(showing(plan.verbose, self.rank))
             # Inside, so that the end of the run is logged while it still owns the folder.
             blocks.enter_context(self.record.events.watching())
@@ -123,6 +125,7 @@ class Loop:
         self.model._initial_epoch = None  # Not for the next fit.
         if self.saved is None:
             self.record.in_run_dir(lambda run_dir: run_dir.begin(first))
+            self.record.in_run_dir(lambda run_dir: run_dir.lock())
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
         begin = resumed or Position(first)
         self.record.write_config(plan.train, plan.epochs)

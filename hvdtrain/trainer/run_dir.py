@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.checkpoint.lock import LOCK, lock_folder, lock_kept
 from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.replaced_files import replacing
@@ -34,7 +36,8 @@ class RunDir:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.keep: Callable[[], None] = lambda: None
+        self.keep: Callable[[], None] = self._keep_lock
+        self._lock: int | None = None
         self.metrics = EpochTable(self.path / METRICS, lambda: self.keep())
         self.events = EventLog(self.path / EVENTS, lambda: self.keep())
 
@@ -51,14 +54,39 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"run_dir {str(self.path)!r} cannot be created: {error}") from error
+            raise UsageError(f"{self._name} cannot be created: {error}") from error
         known = first_epoch > 0 or continued or self.metrics.is_begun
         if not known and (self.path / METRICS).exists():
             raise UsageError(
-                f"run_dir {str(self.path)!r} contains another run ({METRICS}): choose a new "
+                f"{self._name} contains another run ({METRICS}): choose a new "
                 "folder, or move that one away. Only a run that continues it (checkpoints, initial_epoch "
                 "or BackupAndRestore) may add to it"
             )
+
+    def lock(self) -> None:
+        """Let no other run write to the folder until `release`; on a file system without locks, do nothing.
+
+        Raises:
+            UsageError: If another run holds it; names its process.
+        """
+        with contextlib.suppress(OSError):
+            self._lock = lock_folder(self.path, self._name)
+
+    def release(self) -> None:
+        """End what `lock` began, if it did."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):  # The folder may belong to another run by now.
+                self._keep_lock()
+                (self.path / LOCK).unlink()
+            os.close(self._lock)
+            self._lock = None
+
+    def _keep_lock(self) -> None:
+        self._lock = lock_kept(self.path, self._name, self._lock)
+
+    @property
+    def _name(self) -> str:
+        return f"run_dir {str(self.path)!r}"
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write the run's settings and the versions of its libraries to config.json."""

@@ -140,7 +140,7 @@ def _counted(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
             return
         last = share if share is not None else last
         assert last is not None, "a source without a batch is an error of its own"
-        data = last.data if own else tf.nest.map_structure(lambda leaf: leaf[:1], last.data)
+        data = last.data if own else tf.nest.map_structure(_filler, last.data)
         offset = int(counts[: ranks.rank()].sum())
         yield replace(
             last,
@@ -150,6 +150,14 @@ def _counted(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
             offset=offset,
             some_idle=not counts.all(),
         )
+
+
+def _filler(leaf: tf.Tensor) -> tf.Tensor:
+    """Return an example of an earlier step for a step that has none, with 0 for nan and inf: 0 times nan is nan."""
+    first = leaf[:1]
+    if not leaf.dtype.is_floating:
+        return first
+    return tf.where(tf.math.is_finite(first), first, tf.zeros_like(first))
 
 
 def _require_same(shares: Sequence[Share], step: int, count: int, ranks: Communicator) -> None:

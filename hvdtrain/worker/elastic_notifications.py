@@ -10,12 +10,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-INTERFACE = "HOROVOD_GLOO_IFACE"
+from hvdtrain.rank_variables import GLOO_INTERFACE
 
 
 def listen_at_interface() -> None:
     """Restrict the service, if the launcher has named an interface. To be called before the script runs."""
-    if INTERFACE not in os.environ:
+    if GLOO_INTERFACE not in os.environ:
         return
     from horovod.runner.common.util import network
 
@@ -26,5 +26,5 @@ def _at_interface(server: Callable[[tuple[str, int]], Any]) -> tuple[Any, int]:
     """Start `server`; return it with its port, like Horovod's `find_port`."""
     from horovod.runner.util.network import get_driver_ip
 
-    started = server((get_driver_ip([os.environ[INTERFACE]]), 0))
+    started = server((get_driver_ip([os.environ[GLOO_INTERFACE]]), 0))
     return started, started.server_address[1]

@@ -24,3 +24,12 @@ def test_equals_one_process(two: Results) -> None:
 def test_predictions_of_other_lengths(two: Results) -> None:
     for found in two.of("case_predictions"):
         assert found == {"same": True, "shape": [17, None, 2]}
+
+
+def test_predictions_that_depend_on_the_batch_are_named(two: Results) -> None:
+    first, second = two.of("case_predictions_that_depend_on_the_batch")
+    assert first.pop("none") == []
+    for name, kind in (("step", "Centred"), ("layer", "Sequential")):
+        (warning,) = first[name]
+        assert f"what {kind} returns for an example depends on the other" in warning
+    assert not any(second.values())

@@ -40,6 +40,11 @@ def test_skipped(results: Results) -> None:
     assert all("skip" not in one for found in second.values() for one in found["told"])
 
 
+def test_a_nan_in_what_an_idle_rank_runs_the_step_with(results: Results) -> None:
+    for found in results.of("case_filler"):
+        assert found["weights"] < 1e-6
+
+
 def test_nothing_but_skipped_steps_ends(results: Results) -> None:
     for message in results.of("case_skipped_until_the_end"):
         assert "steps were all skipped (on_nan='skip'): training has stopped" in message

@@ -53,6 +53,7 @@ DISAGREEMENTS = {
     "layers": "the model's variables",
     "batch size": "global_batch_size is 8 on rank 0 and 4 on rank 1",
     "statistics": "different values for mean and variance 0 (normalization)",
+    "adapted": "different values for the mean and variance 0 of 'normalization'",
     "learning rate": "learning_rate is 0.05",
     "optimizer": 'optimizer is "SGD" on rank 0 and "Adam" on rank 1',
     "epochs": "epochs is 3 on rank 0 and 2 on rank 1",
@@ -76,6 +77,12 @@ def test_disagreements(results: Results) -> None:
         assert "rank 0" in message, name
         assert "rank 1" in message, name
         assert DISAGREEMENTS[name] in message, (name, message)
+
+
+def test_a_layer_that_one_rank_has_adapted(results: Results) -> None:
+    for by_first, by_all, wanted in results.of("case_adapted_by_one_rank"):
+        assert by_first == pytest.approx(wanted, abs=1e-6)
+        assert by_all == pytest.approx(wanted, abs=1e-6)
 
 
 STREAMS = {
@@ -110,6 +117,10 @@ USAGE = {
     "frozen": "create a new one, Trainer(trainer.model",
     "whole batch": "The loss 'dice' is computed from sums over all examples of the batch",
     "several optimizers": "pass one optimizer for all weights",
+    "own allreduce": "AveragesEach reduces its gradients over the workers itself",
+    "own allreduce, eagerly": "AveragesEach reduces its gradients over the workers itself",
+    "own grouped_allreduce": "AveragesAll reduces its gradients over the workers itself",
+    "own tape": "OwnTape reduces its gradients over the workers itself",
 }
 
 

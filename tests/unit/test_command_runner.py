@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.launch.running import ending
+from hvdtrain.launch.running import time_limits
 from hvdtrain.launch.running.command_runner import Ending, run_process
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import processes_of
@@ -228,9 +228,14 @@ def test_signals_are_as_before(seen: Seen) -> None:
 
 
 def test_whoever_ends_a_run_waits_longer_than_those_below() -> None:
-    assert ending.REPEAT_SECONDS <= ending.FORWARDING_SECONDS, (
+    assert time_limits.REPEAT_SECONDS <= time_limits.FORWARDING_SECONDS, (
         "the launcher may be deaf to the first signal"
     )
-    assert ending.RUN_SECONDS <= 5, "of Ctrl-C, where scripts handle no signals"
-    assert ending.END_SECONDS < ending.RUN_SECONDS < ending.COMMAND_SECONDS < ending.ENDING_SECONDS
-    assert ending.COMMAND_SECONDS < host_agent.SILENCE_SECONDS
+    assert time_limits.RUN_SECONDS <= 5, "of Ctrl-C, where scripts handle no signals"
+    assert (
+        time_limits.END_SECONDS
+        < time_limits.RUN_SECONDS
+        < time_limits.COMMAND_SECONDS
+        < time_limits.ENDING_SECONDS
+    )
+    assert time_limits.COMMAND_SECONDS < host_agent.SILENCE_SECONDS

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.launch.running import session
+from hvdtrain.launch.running.run_status import RunStatus
 from hvdtrain.launch.running.session import OutputOptions, RunLimits, run_launch
 from hvdtrain.worker.failure_report import Failure
 
@@ -42,6 +44,18 @@ def test_the_others_go_on_if_elastic(
     out, err = capfdbinary.readouterr()
     assert out.decode() == shown
     assert ("rank 1 failed: no disk" in err.decode()) == (not elastic)
+
+
+def test_a_run_without_any_news_tells_that_it_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no lock tells, a run whose status is old counts as ended."""
+    monkeypatch.setattr(session, "WRITE_SECONDS", 0.2)
+    written: list[Path] = []
+    monkeypatch.setattr(RunStatus, "write", lambda _, folder: written.append(folder))
+    command = [sys.executable, "-c", "import time; time.sleep(2)"]
+    assert run_launch(command, OutputOptions(tmp_path / "logs"), RunLimits()) == 0
+    assert len(written) >= 4
 
 
 REPOSITORY = Path(__file__).parents[2]

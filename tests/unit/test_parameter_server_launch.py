@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG
 from hvdtrain.start.parts import parameter_server_launcher
-from hvdtrain.start.parts.host_ranks import STOPPED
+from hvdtrain.start.parts.host_processes import STOPPED
 from hvdtrain.start.parts.parameter_server_launcher import Launch, Layout, layout_of
 
 

@@ -202,3 +202,25 @@ def test_signals_to_all_processes_leave_the_marker_alive() -> None:
     )
     done = run_task(code)
     assert (done.returncode, done.stdout) == (4, b"[3]<stdout>:bye\n")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"SLURM_NODEID": "9" * 5000}, "SLURM_NODEID='9{40}' is not a number"),
+        ({"SLURM_PROCID": "first"}, "SLURM_PROCID='first' is not a number"),
+        ({"SLURM_LOCALID": "-1"}, "SLURM_LOCALID='-1' is not a number"),
+        ({"SLURM_NODEID": "2"}, "SLURM_NODEID=2 and SLURM_LOCALID=0 are no task of .*=2,1"),
+        ({"SLURM_LOCALID": "2"}, "SLURM_NODEID=0 and SLURM_LOCALID=2 are no task of .*=2,1"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "cannot read 'two'"),
+    ],
+)
+def test_variables_that_are_no_place(wrong: dict[str, str], said: str) -> None:
+    with pytest.raises(HvdtrainError, match=said):
+        task_environment(task(0, 0, 0, "2,1") | wrong, 8)
+
+
+@pytest.mark.parametrize("name", ["SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"])
+def test_a_number_of_cores_that_is_none(name: str) -> None:
+    found = task_environment(task(0, 0, 0, "2,1") | {name: "9" * 5000}, 8)
+    assert found == task_environment(task(0, 0, 0, "2,1"), 8)

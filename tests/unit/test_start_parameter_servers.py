@@ -22,7 +22,7 @@ import pytest
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.running.processes import Pipes, processes_of
 from hvdtrain.start.parts import parameter_server_launcher
-from hvdtrain.start.parts.host_ranks import STOPPED, HostProcesses
+from hvdtrain.start.parts.host_processes import STOPPED, HostProcesses
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 60

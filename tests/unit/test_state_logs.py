@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from thread_ranks import thread_ranks
+from thread_ranks import run_ranks, thread_ranks
 
 from hvdtrain.strategies.state_logs import StateLogs
 
@@ -39,6 +39,24 @@ class Language(keras.Model):
             "perplexity": ops.exp(self.tracker.result()),
             "last": loss,
             "both": loss + self.tracker.result(),
+        }
+
+
+class Sums(Language):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        super().train_step(data)
+        errors = ops.abs(y - x)
+        return {
+            "examples": ops.shape(x)[0],
+            "of each output": ops.sum(errors, axis=0),
+            "one more": 1 + ops.shape(x)[0],
+            "mean": ops.mean(errors),
+            "largest": ops.max(ops.relu(x)),
+            "norm": ops.norm(errors),
+            "zero": 0.0 * ops.sum(errors),
+            "constant": 2.0,
+            "share": 1.0 / ops.cast(ops.shape(x)[0], "float32"),
         }
 
 
@@ -72,3 +90,25 @@ def test_what_follows_from_states() -> None:
 
 def test_a_step_that_does_not_run_on_zeros() -> None:
     assert found(OnlyThis) == {}
+
+
+def test_sums_over_the_examples() -> None:
+    keras.utils.set_random_seed(0)
+    model = Sums()
+    model.compile("sgd", jit_compile=False)
+    names = [*model.train_step(DATA)]
+    for examples in (1, 5):
+        data = tf.nest.map_structure(lambda leaf, n=examples: leaf[:n], DATA)
+        logs = StateLogs(model, model.train_step, thread_ranks(1)[0])
+        assert logs.sums(names, data) == ["examples", "of each output"]
+
+
+def test_what_depends_on_the_number_of_examples_has_no_value_of_its_own() -> None:
+    def values(ranks: Any) -> dict[str, Any]:
+        keras.utils.set_random_seed(0)
+        model = Sums()
+        model.compile("sgd", jit_compile=False)
+        own = tf.nest.map_structure(lambda leaf: leaf[: 2 + ranks.rank()], DATA)
+        return StateLogs(model, model.train_step, ranks).values(["constant", "share"], own)
+
+    assert run_ranks(thread_ranks(2), values) == [{"constant": 2.0}] * 2

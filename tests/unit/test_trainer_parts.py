@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,44 @@ def test_run_dir(tmp_path: Path) -> None:
         "metrics.csv",
         "model.keras",
     ]
+
+
+def test_two_runs_at_once(tmp_path: Path) -> None:
+    """The second is refused before the first has written a line; of a lock that has ended nothing stays."""
+    first, second = RunDir(tmp_path), RunDir(tmp_path)
+    first.begin(0)
+    first.lock()
+    second.begin(0)
+    with pytest.raises(UsageError, match=f"run_dir .* is in use by process {os.getpid()} on "):
+        second.lock()
+    second.release()
+    first.keep()
+    first.release()
+    assert list(tmp_path.iterdir()) == []
+    second.lock()
+    with pytest.raises(UsageError, match="is in use"):
+        first.lock()
+    second.release()
+
+
+def test_the_lock_of_a_fit(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    class Another(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            with pytest.raises(UsageError) as refused:
+                trainer().fit(x, x, verbose=0)
+            said.append(str(refused.value))
+
+    def trainer() -> Any:
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+        return hvdtrain.Trainer(model, "sgd", "mse", global_batch_size=4, run_dir=tmp_path)
+
+    x = np.zeros((4, 1))
+    trainer().fit(x, x, verbose=0, callbacks=Another())
+    assert len(said) == 1 and "is in use by process" in said[0]
+    assert not (tmp_path / "lock").exists()
+    assert len((tmp_path / "metrics.csv").read_text().split()) == 2
 
 
 def test_a_table_of_another_program_is_kept(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import global_seed_variable
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.trial import unchanged
-from hvdtrain.strategies.value_probe import batch_statistics, kind_of_loss
+from hvdtrain.strategies.value_probe import batch_statistics, kind_of_loss, predicts_together
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(5, 4)).astype("float32")
@@ -118,3 +118,34 @@ def test_the_next_random_number_is_the_same_after_a_trial() -> None:
     with unchanged(model):
         keras.random.normal((2,))
     np.testing.assert_array_equal(np.array(global_seed_variable(create=False)), before)
+
+
+class Predicting(keras.Model):
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.dense = layers.Dense(2)
+        self.after = step
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def predict_step(self, data: Any) -> Any:
+        return self.after(self(data[0]))
+
+
+@pytest.mark.parametrize(
+    ("together", "step"),
+    [
+        (False, lambda p: p),
+        (False, lambda p: {"class": ops.argmax(p, axis=1), "text": tf.strings.as_string(p)}),
+        (False, lambda p: p + tf.random.uniform(p.shape)),
+        (False, lambda p: ops.sum(p)),
+        (False, lambda p: ops.ones((p.shape[0], p.shape[0]))),
+        (True, lambda p: p - ops.mean(p, axis=0)),
+        (True, lambda p: {"own": p, "place": ops.arange(ops.shape(p)[0])}),
+        (True, lambda p: ops.softmax(p, axis=0)),
+    ],
+)
+def test_a_prediction_of_a_part_of_a_batch(together: bool, step: Any) -> None:
+    model, data, context = prepared(Predicting(step))
+    assert predicts_together(model, data[:1], context) == together

@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 from hvdtrain.environment import CONTROL_PIPE, GRACE_SECONDS, LAUNCH_ID, STATUS_PIPE
-from hvdtrain.launch.running.ending import FAILURE_SECONDS, FORWARDING_SECONDS, TERM_SECONDS
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import (
@@ -25,6 +24,7 @@ from hvdtrain.launch.running.processes import (
     state_of,
 )
 from hvdtrain.launch.running.stdin import InputRelay
+from hvdtrain.launch.running.time_limits import FAILURE_SECONDS, FORWARDING_SECONDS, TERM_SECONDS
 from hvdtrain.signals import ending_signals
 
 TICK_SECONDS = 0.1

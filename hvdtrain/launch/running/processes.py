@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.running.ending import TERM_SECONDS
+from hvdtrain.launch.running.time_limits import TERM_SECONDS
 from hvdtrain.signals import at_parents_end
 from hvdtrain.worker.heartbeat import has_page_of
 

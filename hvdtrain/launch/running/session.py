@@ -245,6 +245,7 @@ class _ShownRun:
 
     def take_output(self, stream: Stream, data: bytes) -> None:
         self.output.feed(stream, data)
+        self._write_by_clock()
 
     def take_news(self, line: bytes) -> None:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
@@ -265,6 +266,10 @@ class _ShownRun:
 
     def _hear(self, statuses: list[RankStatus]) -> None:
         self.watchdog.hear(statuses)
+        self._write_by_clock()
+
+    def _write_by_clock(self) -> None:
+        """Write the status if that is due: by its age others see whether this run lasts, also one without any news."""
         if time.monotonic() - self.written >= WRITE_SECONDS:
             self.write_status()
 
@@ -276,6 +281,7 @@ class _ShownRun:
 
     def idle(self) -> None:
         self.output.settle()
+        self._write_by_clock()
 
     def finish(self) -> None:
         self.output.finish()
@@ -285,6 +291,7 @@ class _ShownRun:
 
     def catch_up(self, seconds: float) -> None:
         self.output.catch_up(seconds)
+        self._write_by_clock()
 
     def stopping(self, received: signal.Signals) -> None:
         self.output.hurry()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
-from hvdtrain.launch.running.ending import COMMAND_SECONDS
 from hvdtrain.launch.running.processes import (
     CannotStart,
     Pipes,
@@ -21,6 +20,7 @@ from hvdtrain.launch.running.processes import (
     signal_launch,
     start,
 )
+from hvdtrain.launch.running.time_limits import COMMAND_SECONDS
 from hvdtrain.signals import leaving_on_signals
 
 _TICK_SECONDS = 0.1

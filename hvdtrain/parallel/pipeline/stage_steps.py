@@ -19,7 +19,6 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.idle_ranks import take_over
-from hvdtrain.collectives.metric_merging import LAST, RULES
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
 from hvdtrain.collectives.sparse import add_slices, common_index_ranges
 from hvdtrain.collectives.step_context import Step, in_step
@@ -109,9 +108,8 @@ class PipelineSteps:
         self._step = Step(self._share, total, share_in_loss=True, half=half)
         if stage.is_last:
             make_exact(stage.model)
-        # A metric merged by "last" would keep the value of the last micro-batch only.
-        rules = [rule for rule in RULES if rule != LAST]
-        self._metrics = StepMetrics(metrics_of(stage.model), self._share, self._warn, rules)
+        metrics = metrics_of(stage.model)
+        self._metrics = StepMetrics(metrics, self._share, self._warn, in_parts=True)
         self._passes = Passes(stage, self._names, self._late, self._metrics)
 
     def train(self, shares: Sequence[Share]) -> Logs:
@@ -301,7 +299,8 @@ class PipelineSteps:
 
     @contextlib.contextmanager
     def _weighing(self, share: Share) -> Iterator[None]:
-        """Weight losses by the share; restore the metrics of an idle rank, whose filler must not count."""
+        """Weight losses and metrics by the share; restore the metrics of an idle rank, whose filler must not count."""
+        self._metrics.begin_step()
         metrics = self._stage.model.metrics
         counted = read_state(metrics)
         with in_step(self._step):

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.launch.host_report import HostReport, differences, late, report_of, ssh_problem
-from hvdtrain.launch.running.ending import END_SECONDS
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.processes import Pipes, start
+from hvdtrain.launch.running.time_limits import END_SECONDS
 from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where
 from hvdtrain.start.parts.host_agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
 

@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Collection, Sequence
 
 from hvdtrain.environment import EXIT_FAILURE, FORWARD, LAUNCH_ID
-from hvdtrain.errors import HvdtrainError, UsageError, exit_code_of
-from hvdtrain.launch.env_forwarding import acts_at_start, forwarded, travelling, without_value
+from hvdtrain.errors import HvdtrainError, exit_code_of
+from hvdtrain.launch.env_forwarding import acts_at_start, forwarded, require_values, travelling
 from hvdtrain.launch.host_report import (
     NO_COMMON_INTERFACE,
     THIS_HOST,
@@ -60,8 +60,7 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     """
     asked = forwarded(os.environ)
     os.environ.pop(FORWARD, None)
-    if missing := without_value(asked, os.environ):
-        raise UsageError(missing)
+    require_values(asked, os.environ)
     sys.argv = ["horovodrun", *arguments]
     parsed = launch.parse_args()
     settle(parsed, installed_controllers())

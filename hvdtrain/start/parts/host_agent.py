@@ -33,7 +33,7 @@ from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.rank_variables import without_rank_variables
 from hvdtrain.standard_streams import write_all
-from hvdtrain.start.parts.host_ranks import HostProcesses
+from hvdtrain.start.parts.host_processes import HostProcesses
 from hvdtrain.start.parts.rank_watch import RankWatch
 from hvdtrain.worker.secret_files import deliver, withdraw
 

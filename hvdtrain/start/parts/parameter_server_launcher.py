@@ -24,9 +24,9 @@ from hvdtrain.environment import (
     LAUNCH_ID,
     TERMINAL,
 )
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.addresses import is_this_machine
-from hvdtrain.launch.env_forwarding import into_tasks, travelling, without_value
+from hvdtrain.launch.env_forwarding import into_tasks, require_values, travelling
 from hvdtrain.launch.host_report import THIS_HOST, HostReport
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.parameter_server_roles import (
@@ -43,7 +43,7 @@ from hvdtrain.signals import ending_signals
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.agents import Agents, SshSettings, agent_argv, greet, missing_program
 from hvdtrain.start.parts.host_agent import Greeting
-from hvdtrain.start.parts.host_ranks import STOPPED
+from hvdtrain.start.parts.host_processes import STOPPED
 from hvdtrain.start.parts.output_tags import LONGEST_ATOM, mark_for, marked_lines, marked_news
 from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
 
@@ -341,8 +341,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.command = list(arguments[at + 1 :])
     if not options.command:
         parser.error("no COMMAND for the chief")
-    if missing := without_value(options.env, os.environ):
-        raise UsageError(missing)
+    require_values(options.env, os.environ)
     return options
 
 

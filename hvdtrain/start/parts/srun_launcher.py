@@ -19,20 +19,24 @@ from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
 from hvdtrain.environment import GRACE_SECONDS, HASH_SEED, STATUS_PIPE
-from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.errors import EngineError
 from hvdtrain.launch.addresses import address_towards
-from hvdtrain.launch.env_forwarding import forwarded, into_tasks, without_value
+from hvdtrain.launch.env_forwarding import forwarded, into_tasks, require_values
 from hvdtrain.launch.launchers.srun import STEP_SECONDS
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import start
 from hvdtrain.launch.running.srun_tasks import BEGIN_SECONDS
 from hvdtrain.launch.running.timed_command import ask
-from hvdtrain.rank_variables import CONTROLLER, CPU_OPERATIONS, RENDEZVOUS_ADDRESS
+from hvdtrain.rank_variables import (
+    CONTROLLER,
+    CPU_OPERATIONS,
+    GLOO_INTERFACE,
+    RENDEZVOUS_ADDRESS,
+)
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.host_agent import own_report
 from hvdtrain.start.parts.rendezvous import Rendezvous
-from hvdtrain.start.slurm_task import INTERFACE
 
 LOOPBACK = "127.0.0.1"
 OPEN_MPI = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib"}
@@ -50,8 +54,7 @@ def launch_tasks(arguments: Sequence[str]) -> int:
         HvdtrainError: The launch cannot start.
     """
     asked = forwarded(os.environ)
-    if missing := without_value(asked, os.environ):
-        raise UsageError(missing)
+    require_values(asked, os.environ)
     sys.argv = ["horovodrun", *arguments]
     options = launch.parse_args()
     environment = into_tasks(os.environ, asked)
@@ -85,7 +88,7 @@ def interfaces(options: Namespace) -> dict[str, str]:
     names = sorted(options.nics)
     every = ",".join(names)
     if options.use_gloo:
-        return {INTERFACE: names[0], "NCCL_SOCKET_IFNAME": every}
+        return {GLOO_INTERFACE: names[0], "NCCL_SOCKET_IFNAME": every}
     return {"OMPI_MCA_btl_tcp_if_include": every, "NCCL_SOCKET_IFNAME": every}
 
 

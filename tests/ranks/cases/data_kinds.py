@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,30 @@ def case_predictions() -> dict[str, Any]:
     trainer = hvdtrain.Trainer(model, "sgd", "mse", global_batch_size=5)
     found = trainer.predict(data, verbose=0)
     return {"same": found.to_list() == wanted.to_list(), "shape": found.shape.as_list()}
+
+
+class Centred(keras.Sequential):
+    def predict_step(self, data: Any) -> Any:
+        outputs = super().predict_step(data)
+        return outputs - tf.reduce_mean(outputs, axis=0)
+
+
+def case_predictions_that_depend_on_the_batch() -> dict[str, list[str]]:
+    """Of a step and of a layer, on one example for each rank; and of a model that treats each by itself."""
+    told = {}
+    for name, kind, more in (
+        ("step", Centred, []),
+        ("layer", keras.Sequential, [layers.Lambda(lambda x: x / tf.reduce_sum(x, axis=0))]),
+        ("none", keras.Sequential, [layers.BatchNormalization(), layers.Dropout(0.5)]),
+    ):
+        model = kind([layers.Input((3,)), layers.Dense(2), *more])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = hvdtrain.Trainer(model, "sgd", "mse", global_batch_size=2)
+            for _ in range(2):
+                trainer.predict(X, verbose=0)
+        told[name] = [str(one.message) for one in caught if one.category is UserWarning]
+    return told
 
 
 def parse(record: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

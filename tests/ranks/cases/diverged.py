@@ -11,7 +11,7 @@ from unittest import mock
 import keras
 import numpy as np
 from references import reference
-from small import layers, optimizers, weights
+from small import RANK, SIZE, layers, optimizers, weights
 
 import hvdtrain
 from hvdtrain.collectives.first_rank import on_first
@@ -135,6 +135,26 @@ def case_skipped() -> dict[str, Any]:
         "ZeRO": skipped(shard_optimizer=True),
         "own step": skipped(OwnStep),
     }
+
+
+def case_filler() -> dict[str, Any]:
+    """The data of rank 1 ends with a batch that has a nan, and is followed by steps in which that rank is idle."""
+    assert SIZE == 2
+    own = slice(16, 24) if RANK else slice(0, 16)
+    x = spoilt()
+    x[20] = np.nan
+
+    def one_process() -> dict[str, Any]:
+        plain = model()
+        plain.compile(adam(), "mse", jit_compile=False)
+        for rows in (np.r_[0:4, 16:20], np.r_[8:12], np.r_[12:16]):
+            plain.train_on_batch(X[rows], Y[rows])
+        return {"weights": [v.numpy() for v in plain.weights]}
+
+    trained = trainer(on_nan="skip", probe=False)
+    trained.fit(x[own], Y[own], sharded=True, shuffle=False, verbose=0)
+    found = [v.numpy() for v in trained.model.weights]
+    return {"weights": reference(one_process, (x, Y)).apart(found, "weights")}
 
 
 def case_skipped_until_the_end() -> str:

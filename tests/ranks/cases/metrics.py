@@ -130,6 +130,20 @@ class OwnNames(Guide):
         }
 
 
+class Sizes(Guide):
+    """Numbers that add up over the parts of a batch."""
+
+    def train_step(self, data: Any) -> Any:
+        _, predicted = self.step(data, True)
+        return {
+            "loss": self.tracker.result(),
+            "examples": ops.shape(predicted)[0],
+            "positive": ops.sum(ops.cast(data[1] > 0, "float32")),
+            "error": ops.sum(ops.abs(data[1] - predicted)),
+            "rate": self.optimizer.learning_rate,
+        }
+
+
 class Unlisted(Guide):
     """A metric that Keras does not reset between epochs, as the model does not list it."""
 
@@ -179,6 +193,9 @@ def case_logs() -> dict[str, Any]:
             f"own names, {way}": compared(OwnNames, examples=5 * BATCH - 3, **{way: value})
             for way, value in (("run_eagerly", True), ("steps_per_execution", 2))
         },
+        "sums of the last step": compared(Sizes, examples=5 * BATCH - 3),
+        "sums of shares of equal size": compared(Sizes, examples=4 * BATCH),
+        "sums, one example in the last step": compared(Sizes),
         "unlisted": compared(Unlisted),
         "each batch": compared(Guide, callbacks=[EachBatch()]),
         "rate": compared(sequential(WithRate), lambda: ["mae"]),

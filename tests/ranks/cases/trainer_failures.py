@@ -12,6 +12,7 @@ import tensorflow as tf
 from small import RANK, layers, optimizers
 
 import hvdtrain
+import hvdtrain.keras as hvd
 from hvdtrain.collectives.reduction import GradientReducer
 from hvdtrain.keras import DistributedOptimizer, Sum
 
@@ -108,6 +109,7 @@ def case_disagreements() -> dict[str, str]:
         "model": message(lambda: fit(trainer(lambda: model(5 if LAST else 4)))),
         "layers": message(lambda: fit(trainer(wide_and_deep if LAST else model))),
         "statistics": message(lambda: fit(trainer(lambda: normalized(float(RANK))))),
+        "adapted": message(lambda: fit(trainer(adapted(X[RANK::2])))),
         "batch size": message(lambda: fit(trainer(global_batch_size=4 if LAST else 8))),
         "learning rate": message(
             lambda: fit(trainer(optimizer=optimizers.SGD(0.1 if LAST else 0.05)))
@@ -135,6 +137,24 @@ def wide_and_deep() -> keras.Model:
 def normalized(mean: float) -> keras.Model:
     layer = layers.Normalization(mean=mean, variance=1.0)
     return keras.Sequential([layers.Input((3,)), layer, layers.Dense(1)])
+
+
+def adapted(x: np.ndarray | None) -> keras.Model:
+    layer = layers.Normalization()
+    network = keras.Sequential([layers.Input((3,)), layer, layers.Dense(1)])
+    if x is not None:
+        layer.adapt(x)
+    return network
+
+
+def case_adapted_by_one_rank() -> list[list[float]]:
+    """The others leave it to rank 0; and all of them adapt to the same data, in another order."""
+    found = []
+    for mine in (X if not RANK else None, X[:: 1 - 2 * RANK]):
+        trained = trainer(adapted(mine))
+        fit(trained)
+        found.append(np.ravel(trained.model.layers[0].mean).tolist())
+    return [*found, X.mean(axis=0).tolist()]
 
 
 def batches(count: int, shift: float = 0.0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -174,7 +194,53 @@ def case_usage() -> dict[str, str]:
         "frozen": message(lambda: changed(lambda m: setattr(m.layers[0], "trainable", False))),
         "whole batch": message(lambda: fit(trainer(loss=keras.losses.Dice()))),
         "several optimizers": message(lambda: trainer(optimizer=several())),
+        **{
+            name: message(lambda kind=kind, eager=eager: fit(reducing(kind, eager)))
+            for name, kind, eager in (
+                ("own allreduce", AveragesEach, False),
+                ("own allreduce, eagerly", AveragesEach, True),
+                ("own grouped_allreduce", AveragesAll, False),
+                ("own tape", OwnTape, False),
+            )
+        },
     }
+
+
+class AveragesEach(keras.Sequential):
+    """Its gradients are those of a script for Horovod with a step of its own."""
+
+    def tape(self) -> Any:
+        return tf.GradientTape()
+
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        return [hvd.allreduce(gradient) for gradient in gradients]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with self.tape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        gradients = self.averaged(tape.gradient(loss, self.trainable_variables))
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class AveragesAll(AveragesEach):
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        return [2.0 * gradient / 2.0 for gradient in hvd.grouped_allreduce(gradients)]
+
+
+class OwnTape(AveragesEach):
+    def tape(self) -> Any:
+        return hvd.DistributedGradientTape(tf.GradientTape())
+
+    def averaged(self, gradients: list[Any]) -> list[Any]:
+        return gradients
+
+
+def reducing(kind: type[AveragesEach], eagerly: bool) -> hvdtrain.Trainer:
+    return trainer(
+        kind([layers.Input((3,)), layers.Dense(4), layers.Dense(1)]), run_eagerly=eagerly
+    )
 
 
 def changed(change: Callable[[keras.Model], Any]) -> None:

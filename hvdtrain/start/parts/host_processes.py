@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE
-from hvdtrain.launch.running.ending import TERM_SECONDS
 from hvdtrain.launch.running.processes import (
     DRAIN_SECONDS,
     CannotStart,
@@ -20,6 +19,7 @@ from hvdtrain.launch.running.processes import (
     start,
     state_of,
 )
+from hvdtrain.launch.running.time_limits import TERM_SECONDS
 from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.signals import shell_code
 
