@@ -92,6 +92,13 @@ def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     ]
 
 
+def step_counts(optimizer: Any) -> list[Any]:
+    """Return the state that depends only on the number of steps: `iterations`, and Nadam's product of momenta."""
+    inner = inner_of(optimizer)
+    products = [inner._u_product] if isinstance(inner, keras.optimizers.Nadam) else []
+    return [inner.iterations, *products]
+
+
 def gradient_sizes(optimizer: Any) -> list[tuple[Any, tf.Tensor]]:
     """Return each trained variable with the sizes of its gradients, if steps do not depend on them (Adam, Lion).
 

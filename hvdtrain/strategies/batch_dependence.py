@@ -12,6 +12,8 @@ from typing import Any
 
 import keras
 
+from hvdtrain.keras_internals.graph import Call, calls_of, functional_of
+
 KNOWN = ("keras.", "hvdtrain.")
 """Packages whose layers treat each example independently, except those named below."""
 RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
@@ -93,6 +95,10 @@ def warning_of_parts(model: keras.Model, part: str, own_losses: Iterable[str] = 
         ),
     }
     said = {what: [f"{layer.name!r}" for layer in own] for what, own in found.items()}
+    graphs = {functional_of(layer) for layer in layers if isinstance(layer, keras.Model)} - {None}
+    said["looks at several examples at once"] = [
+        f"{call.name!r}" for graph in graphs for call in calls_of(graph) if _mixes_examples(call)
+    ]
     said["differs unless it is a mean of one value for each example"] = [
         f"the loss {name!r}" for name in own_losses
     ]
@@ -103,6 +109,17 @@ def warning_of_parts(model: keras.Model, part: str, own_losses: Iterable[str] = 
         f"Training uses {part} at a time, which may not give the result of the whole batch: "
         f"{'; '.join(parts)}"
     )
+
+
+def _mixes_examples(call: Call) -> bool:
+    """Return whether an operation, or a layer of Keras's, works along the first axis, that of the examples."""
+    if not call.inputs or any(not tensor.shape or tensor.shape[0] for tensor in call.inputs):
+        return False  # Of something else than examples.
+    axes = getattr(call.operation, "axis", None)
+    axes = axes if isinstance(axes, list | tuple) else [axes]
+    first = {0, -len(call.inputs[0].shape)}
+    lost = any(not tensor.shape or tensor.shape[0] for tensor in call.outputs)
+    return lost or not first.isdisjoint(axes)
 
 
 def _is_own(layer: Any) -> bool:

@@ -35,6 +35,7 @@ from hvdtrain.keras_internals.variables import (
 )
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.rank_steps import RankSteps
+from hvdtrain.strategies.rounds import RoundSteps
 from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
 from hvdtrain.strategies.training_state import State, WholeState, broadcast, broadcast_state
@@ -133,7 +134,7 @@ class HorovodStrategy(Strategy):
             steps.probe(share)
 
     def probe_test(self, steps: Steps, share: Share) -> None:
-        if isinstance(steps, RankSteps):
+        if isinstance(steps, RankSteps | RoundSteps):
             steps.probe_test(share)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:

@@ -20,7 +20,7 @@ from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_loss
 from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.metric_calls import Source, metrics_of
 from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, overridden, trains_by_keras
-from hvdtrain.keras_internals.optimizers import is_scaled
+from hvdtrain.keras_internals.optimizers import is_scaled, step_counts
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
     seed_variables,
@@ -362,7 +362,7 @@ class RankSteps:
         if data is None or keeps_rows(self._model):
             return
         assert self._step_of_test is not None
-        with in_trial(self._copy):
+        with without_others(self._copy):
             together = predicts_together(self._model, data, self._step_of_test)
         self._warn(complaints.predicts_together(self._model) if together else None)
 
@@ -399,11 +399,12 @@ class RankSteps:
         return logs
 
     def _run_for_logs(self, step: Callable[[Any], Any], share: Share) -> Logs:
-        """Train alone on a filler, of which nothing stays but the count of the optimizer's steps."""
+        """Train alone on a filler, of which nothing stays but what the optimizers keep of the number of their steps."""
         model, optimizers = self._model, optimizers_of(self._model)
         found = [*model.variables, *untracked_variables(model), *state_variables(self._metrics)]
         found += [v for optimizer in optimizers for v in optimizer.variables]
-        targets = [tf_variable(v) for v in without(found, [o.iterations for o in optimizers])]
+        counts = [v for optimizer in optimizers for v in step_counts(optimizer)]
+        targets = [tf_variable(v) for v in without(found, counts)]
         values = [target.numpy() for target in targets]
         logs = step(share.data)
         for target, value in zip(targets, values, strict=True):

@@ -32,7 +32,7 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.keras_internals.building import build_model
-from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
+from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.metric_calls import Calls, metrics_of, watched
 from hvdtrain.keras_internals.models import flat_logs, means_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
@@ -110,7 +110,9 @@ class ReplicaSteps:
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
             make_exact(model)
             self._half = computed_in_half(model)
-            warning = batch_dependence.warning_of_parts(model, "each replica's part of a batch")
+            warning = batch_dependence.warning_of_parts(
+                model, "each replica's part of a batch", own_losses(model)
+            )
             if warning is not None and self._replicas > 1 and self._divides(examples):
                 warn_user(warning)
             if self._on_replicas:

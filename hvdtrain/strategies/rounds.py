@@ -185,6 +185,11 @@ class RoundSteps:
         self._rounds.end()
         return self._steps.test(share)
 
+    def probe_test(self, share: Share) -> None:
+        """End the round, and test how losses of evaluations depend on the batch; see RankSteps. A collective."""
+        self._rounds.end()
+        self._steps.probe_test(share)
+
     def predict(self, share: Share) -> Any:
         """End the round, and return the model's outputs for the examples of `share`."""
         self._rounds.end()

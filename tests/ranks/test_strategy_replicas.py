@@ -70,6 +70,7 @@ def test_what_parts_do_otherwise_is_said_once(strategy: str) -> None:
     assert "batch_normalization' normalizes by each replica's part of a batch" in warning
     assert "dropout' draws random numbers for each" in warning
     assert "'centred' differs if it looks at several examples at once" in warning
+    assert "the loss 'contrast' differs unless it is a mean of one value" in warning
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,32 @@ def test_what_micro_batches_do_alike_is_not_warned_of() -> None:
     words = layers.Input((5,), dtype="int32")
     x = layers.LSTM(4)(layers.Embedding(9, 4, mask_zero=True)(words))
     x = layers.LayerNormalization()(layers.Dropout(0.0)(x))
+    x = keras.ops.softmax(x - keras.ops.mean(x, axis=-1, keepdims=True), axis=1)
+    x = layers.Flatten()(keras.ops.stack([x, keras.ops.expand_dims(x, 1)[:, 0]], axis=1))
+    x = layers.UnitNormalization()(layers.Concatenate()([x, x]))[:, :4]
     inner = keras.Sequential([layers.Input((4,)), layers.Dense(2, activity_regularizer="l2")])
     model = keras.Model(words, inner(x))
     for loss in ("mse", keras.losses.Huber(), keras.losses.mean_absolute_error):
         model.compile(loss=loss)
         model._compile_loss.build(keras.KerasTensor((4, 2)), keras.KerasTensor((4, 2)))
         assert warning_of_parts(model, "a part", own_losses(model)) is None
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x - keras.ops.mean(x, axis=0, keepdims=True),
+        lambda x: x * keras.ops.max(x),
+        lambda x: keras.ops.matmul(keras.ops.matmul(x, keras.ops.transpose(x)), x),
+        lambda x: keras.ops.softmax(x, axis=0),
+        lambda x: keras.ops.cumsum(x, axis=-2),
+        layers.UnitNormalization(axis=0),
+    ],
+    ids=["mean", "maximum", "similarities", "softmax", "sum so far", "layer"],
+)
+def test_what_looks_along_the_examples_is_warned_of(mix: Any) -> None:
+    x = layers.Input((4,))
+    inner = keras.Model(x, layers.Dense(2)(mix(x)))
+    for model in (inner, keras.Sequential([layers.Input((4,)), inner])):
+        warning = warning_of_parts(model, "a part")
+        assert warning is not None and "looks at several examples at once" in warning

@@ -42,12 +42,13 @@ def network() -> keras.Model:
 class Rank:
     """A rank with a model of its own, on `ranks`."""
 
-    def __init__(self, ranks: ThreadRanks, sync: Any) -> None:
+    def __init__(self, ranks: ThreadRanks, sync: Any, plain: Any = None, model: Any = None) -> None:
         self.strategy = HorovodStrategy(runner=lambda here: RoundRunner(sync, here))
         self.strategy._wrap = make_strategy("horovod", sync=sync)._wrap
         self.strategy.set_position(position_in(Mesh(), ranks, ranks.subset))
-        self.model = network()
-        optimizer = self.strategy.distribute(keras.optimizers.SGD(RATE, momentum=MOMENTUM))
+        self.model = model or network()
+        plain = plain or keras.optimizers.SGD(RATE, momentum=MOMENTUM)
+        optimizer = self.strategy.distribute(plain)
         self.model.compile(optimizer, "mse", run_eagerly=True)
         optimizer.build(self.model.trainable_variables)
         self.steps = self.strategy.runner.steps(self.model, ())
@@ -187,6 +188,54 @@ def test_one_step_a_round_is_synchronous_training() -> None:
     for rank in trained(LocalSGD(1), full):
         for found, value in zip(rank.weights(), plain.trainable_variables, strict=True):
             np.testing.assert_allclose(found, value.numpy(), rtol=1e-5)
+
+
+def test_nadams_product_of_momenta_counts_the_steps_of_an_idle_rank() -> None:
+    """Of the batch of two, one rank has no example."""
+    everyone = thread_ranks(RANKS)
+    ranks = [Rank(one, LocalSGD(2), keras.optimizers.Nadam(RATE)) for one in everyone]
+
+    def work(own: ThreadRanks) -> None:
+        rank = ranks[own.rank()]
+        rank.train(range(len(BATCHES)))
+        rank.strategy.end_epoch(rank.model)
+        rank.strategy.check(rank.model, "after the epoch")
+
+    together(everyone, work)
+    plain = keras.optimizers.Nadam(RATE)
+    plain.build([weight := keras.Variable([0.0])])
+    for _ in BATCHES:
+        plain.apply([tf.ones(1)], [weight])
+    for rank in ranks:
+        assert float(rank.model.optimizer._u_product) == float(plain._u_product)
+
+
+class Summed(keras.Sequential):
+    """Its loss is a sum over the examples."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
+        return keras.ops.sum((y - y_pred) ** 2)
+
+
+def test_an_evaluation_with_a_loss_that_is_a_sum() -> None:
+    x, y = X[1], Y[1]
+    plain = Summed(network().layers)
+    plain.compile("sgd")
+    wanted = plain.test_on_batch(x, y, return_dict=True)["loss"]
+    everyone = thread_ranks(RANKS)
+    ranks = [Rank(one, LocalSGD(2), model=Summed(network().layers)) for one in everyone]
+
+    def work(own: ThreadRanks) -> float:
+        rank = ranks[own.rank()]
+        begin, end, examples = find_share(len(x), own.rank(), RANKS)
+        share = Share((x[begin:end], y[begin:end]), examples, len(x), begin, None)
+        rank.strategy.probe_test(rank.steps, share)
+        logs = rank.strategy.logs(rank.model, rank.steps.test(share), share)
+        return float(logs["loss"])
+
+    assert together(everyone, work) == pytest.approx([wanted] * RANKS, rel=1e-5)
 
 
 @pytest.mark.parametrize("sync", [LocalSGD(3), DiLoCo(3, exchange="int8")], ids=str)
