@@ -77,7 +77,7 @@ def could_not_be_tried(model: keras.Model, why: str) -> str:
     return (
         f"The training step of {type(model).__name__} could not be tested on parts of a batch: "
         f"{why}. Several workers train like one only if its loss is a mean of one value per "
-        "example; each worker draws its own random numbers"
+        "example, and it draws no random numbers (each worker draws its own)"
     )
 
 

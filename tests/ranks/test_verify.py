@@ -43,7 +43,7 @@ DIFFERENT = {
 UNCLEAR = {
     "dropout": "which draws different random numbers on each worker",
     "data without a seed": "Two runs on one worker read different examples",
-    "noise": "each worker draws its own random numbers",
+    "noise": "it draws no random numbers (each worker draws its own)",
 }
 CHOSEN = [*SAME, *LOOPS, *DIFFERENT, *UNCLEAR][:: 1 if "HVDTRAIN_ALL_CASES" in os.environ else 3]
 
