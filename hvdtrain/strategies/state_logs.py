@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ from hvdtrain.strategies.trial import rows_of, tolerance, unchanged
 EXAMPLES = 8
 """Largest number of examples on which a log is tried for being a sum."""
 
+TRIES = 3
+"""How often a log that is 0 is tried for being a sum."""
+
 
 class StateLogs:
     """Finds such logs for one step of a model.
@@ -42,9 +46,10 @@ class StateLogs:
         self._ranks = ranks
         self._of_batch: set[str] = set()
         self._is_sum: dict[str, bool] = {}
+        self._tries: Counter[str] = Counter()
 
     def sums(self, names: Sequence[str], data: Any) -> list[str]:
-        """Return those of `names` that are sums over the examples of a batch. A collective; each name is tried once.
+        """Return those of `names` that are sums over the examples of a batch. A collective while names are new.
 
         Args:
             names: Names of logs; the same on all ranks.
@@ -58,8 +63,10 @@ class StateLogs:
             everyone = self._ranks.exchange(votes, "sums")
             for name in new:
                 found = [theirs.get(name, False) for theirs in everyone]
-                if any(vote is not None for vote in found):
-                    self._is_sum[name] = all(vote is not False for vote in found)
+                self._tries[name] += 1
+                known = any(vote is not None for vote in found)
+                if known or self._tries[name] == TRIES:
+                    self._is_sum[name] = known and all(vote is not False for vote in found)
         return [name for name in names if self._is_sum.get(name)]
 
     def _grow_twofold(self, names: Sequence[str], data: Any) -> dict[str, bool | None]:

@@ -136,8 +136,8 @@ class StepMetrics:
         for metric, updates in calls.updates:
             if id(metric) not in self._tried and not is_known_to_add_up(metric):
                 self._tried.add(id(metric))
-                for counter in self._learn(metric, updates, examples):
-                    self._add_counter(counter, before)
+                counters = self._learn(metric, updates, examples)
+                self._add_counters(counters, before)
         for target, value in zip(self._targets, before, strict=True):
             if self.rules.get(id(target)) == SHARE:
                 target.assign(value + tf.cast(self._share, value.dtype) * (target - value))
@@ -154,13 +154,14 @@ class StepMetrics:
         """Return the logs of a step, together with the rules found so far."""
         return StepLogs(logs, sources, self.rules, of_states)
 
-    def _add_counter(self, counter: tf.Variable, before: Sequence[tf.Tensor]) -> None:
-        """Note the value of a counter before the first part of the first step, which is being run or traced."""
-        place = next(i for i, target in enumerate(self._targets) if target is counter)
+    def _add_counters(self, counters: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
+        """Note the values of counters before the first part of the first step, which is being run or traced."""
         is_run = tf.executing_eagerly()
-        with tf.init_scope():
-            begun = before[place] if is_run else counter.read_value()
-            self._counters[id(counter)] = tf.Variable(begun, trainable=False)
+        for target, value in zip(self._targets, before, strict=True):
+            if any(target is counter for counter in counters):
+                with tf.init_scope():
+                    begun = value if is_run else target.read_value()
+                    self._counters[id(target)] = tf.Variable(begun, trainable=False)
 
     def _learn(
         self, metric: keras.metrics.Metric, calls: Calls, examples: int
@@ -287,8 +288,9 @@ def _totals(
 ) -> dict[str, Any]:
     """Return those of `logs` that are sums over the examples of a step, summed over the ranks."""
     names = of_states.sums(sorted(logs), share.data) if of_states is not None and logs else []
-    busy = float(share.examples > 0)
-    own = [np.asarray(np.asarray(logs[name]) * busy, np.float64) for name in names]
+    own = [np.asarray(logs[name], np.float64) for name in names]
+    if not share.examples:
+        own = [np.zeros_like(value) for value in own]
     totals = process_set.grouped_allreduce(own, "hvdtrain_log_sums") if names else []
     return dict(zip(names, totals, strict=True))
 
