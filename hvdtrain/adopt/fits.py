@@ -26,6 +26,7 @@ from hvdtrain.adopt.batches import (
 )
 from hvdtrain.adopt.differences import differences_by_rounding, known_differences
 from hvdtrain.adopt.evaluations import Evaluation, depends_on_batches
+from hvdtrain.adopt.fit_writes import written_paths
 from hvdtrain.adopt.frozen_layers import Flags, trained_as, trained_layers
 from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
@@ -137,7 +138,8 @@ class AdoptedFits:
         self._growth.require_settable(model)
         seed = next(self._fits)
         with self._alone():
-            before = _Before(model)
+            before, files = _Before(model), self._folder.before_fit()
+            paths = written_paths(keras.tree.flatten(given["callbacks"] or []))
             if not self.way.joins("fit"):
                 before.restore()
                 return original(model, *args, **kwargs)
@@ -155,7 +157,7 @@ class AdoptedFits:
                 how = NOT_GROWN if self._growth.is_asked_for else WHOLE
                 self._notes.tell("fit", f"{how}. The reason: {reason}")
                 history = self._by_all(original, model, given)
-            self._folder.refresh()
+            self._folder.after_fit(files, paths)
         return history
 
     def evaluate(

@@ -28,7 +28,9 @@ from keras.src.saving import saving_api
 from tensorflow.python.lib.io import file_io
 
 from hvdtrain.adopt.file_copies import FileCopies
+from hvdtrain.adopt.fit_writes import OwnFiles, Paths, copy_written
 from hvdtrain.adopt.listing_order import in_users_order
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.runtime import Rank
@@ -62,8 +64,27 @@ class PrivateFolder:
         self._links = links or {}
         self._copies = {users: FileCopies(users) for users in places}
 
+    def before_fit(self) -> OwnFiles:
+        """Return the files of this rank's own, for `after_fit`."""
+        return OwnFiles(self._places)
+
+    def after_fit(self, before: OwnFiles, paths: Paths) -> None:
+        """Show what rank 0 has written in a fit. A collective.
+
+        Args:
+            before: From `before_fit`, before rank 0 began.
+            paths: Where the callbacks of this rank would have written, from `written_paths`.
+        """
+        own, users = paths, [{n: self._users_path(p) for n, p in one.items()} for one in paths]
+        first = ALL_RANKS.exchange(users, "adopted_paths")[0]
+        before.remove_overwritten()
+        for callbacks in zip(first, users, own, strict=False) if self._places else ():
+            for name in set.intersection(*map(set, callbacks)):
+                copy_written(*(paths[name] for paths in callbacks))
+        self.refresh()
+
     def refresh(self) -> None:
-        """Show what rank 0 has written so far: the checkpoints of a fit, for example. A collective."""
+        """Show what rank 0 has written so far. A collective."""
         for users, own in self._places.items():
             self._copies[users].remove_outdated()
             mirror(users, own, self._copies[users], self._first)
@@ -77,6 +98,13 @@ class PrivateFolder:
             pattern = rf"(?<![\w.:/-]){re.escape(prefix)}(?=/{'|$' if prefix else ''})"
             text = str(own).join(re.split(pattern, text))
         return text
+
+    def _users_path(self, path: str) -> str:
+        """Return an absolute path with the user's folder in place of this rank's."""
+        for users, own in self._places.items():
+            if Path(path).is_relative_to(own):
+                return str(users / Path(path).relative_to(own))
+        return path
 
     def own_file(self, path: Any, truncated: bool) -> None:
         """Before `path` is opened for writing: put a file of this rank's own in place of a link to the user's.
