@@ -31,12 +31,13 @@ from hvdtrain.adopt.frozen_layers import Flags, trained_as, trained_layers
 from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import NOT_GROWN, WHOLE, Notes
+from hvdtrain.adopt.own_draws import own_draws
 from hvdtrain.adopt.private_folder import PrivateFolder
 from hvdtrain.adopt.same_way import SameWay
 from hvdtrain.adopt.shared_predictions import own_rows, predict_together
 from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.data.arrays import convert, is_arrays, unpack
 from hvdtrain.data.structures import count_examples
 from hvdtrain.errors import ReplicaError, UsageError
@@ -188,15 +189,16 @@ class AdoptedFits:
                 raise UsageError("callbacks see all of its batches")
             x = given["x"]
             rows = own_rows(model, x, given["batch_size"] or KERAS_DEFAULT, self._rank)
-            self._join("predict")
+            self._join("predict", model)
             return predict_together(lambda: original(model, **named | {"x": rows}), model, x)
 
         return self._together("predict", shared, lambda: original(model, *args, **kwargs))
 
-    def _join(self, what: str) -> None:
-        """Raise UsageError if not all ranks make this call. A collective."""
+    def _join(self, what: str, model: keras.Model) -> None:
+        """Raise UsageError if not all ranks make this call, and ReplicaError if their models differ. A collective."""
         if not self.way.joins(what):
             raise UsageError("rank 0 is alone")
+        check_replicas(variables=model.variables)
 
     def _together(self, what: str, shared: Callable[[], Any], whole: Callable[[], Any]) -> Any:
         """Return the result of `shared`; that of `whole`, on each rank alike, if it cannot be shared."""
@@ -204,7 +206,9 @@ class AdoptedFits:
             try:
                 result = shared()
             except (UsageError, ReplicaError) as error:
-                self._notes.explain(what, f"each worker computes all of it: {_reason(error)}")
+                differ = isinstance(error, ReplicaError)
+                tell = self._notes.tell if differ else self._notes.explain
+                tell(what, f"each worker computes all of it: {_reason(error)}")
                 return whole()
             self._notes.explain(what, f"{self._rank.size} workers share the batches")
             return result
@@ -214,7 +218,7 @@ class AdoptedFits:
 
         Raises:
             UsageError: There is none, or it would find something else than Keras.
-            ReplicaError: The ranks have different data.
+            ReplicaError: The ranks have different data or weights.
         """
         if adopted.trainer is None:
             raise UsageError("the workers have trained it on whole batches")
@@ -229,9 +233,10 @@ class AdoptedFits:
         cause = "what callbacks see" if callbacks else depends_on_batches(model)
         if found.batch != adopted.batch and cause:
             raise UsageError(f"{cause} may depend on the size of the batches")
-        self._join("evaluate")
+        self._join("evaluate", model)
         names = ("verbose", "callbacks", "return_dict")
-        return adopted.trainer.evaluate(found.data, **{name: given[name] for name in names})
+        with own_draws(model, adopted.trainer, self._rank):
+            return adopted.trainer.evaluate(found.data, **{name: given[name] for name in names})
 
     def _shared(self, model: keras.Model, given: dict[str, Any], seed: int, before: _Before) -> Any:
         """Train with a Trainer. If data can be read only once, `given` keeps what was read before the training.
@@ -277,7 +282,8 @@ class AdoptedFits:
         scaled = self._growth.rates(model, self._rank.size)
         tells = keras.callbacks.LambdaCallback(on_train_begin=begin, on_epoch_end=after_epoch)
         taken["callbacks"] = [tells, *keras.tree.flatten(given["callbacks"] or [])]
-        with synchronized(model), trained_as(trained), scaled:
+        drawing = own_draws(model, trainer, self._rank)
+        with synchronized(model), trained_as(trained), scaled, drawing:
             return trainer.fit(
                 *train, validation_data=validation.data, shuffle=bool(shuffle), **taken
             )

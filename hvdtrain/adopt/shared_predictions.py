@@ -21,8 +21,8 @@ from hvdtrain.keras_internals.variables import (
     assign,
     seed_variables,
     tf_variable,
+    unique,
     untracked_variables,
-    without,
 )
 from hvdtrain.runtime import Rank
 
@@ -88,8 +88,8 @@ def own_rows(model: keras.Model, x: Any, batch_size: int, rank: Rank) -> Any:
 
 
 def _state(model: keras.Model) -> list[tf.Variable]:
-    """Return the variables that a prediction may change, except random seeds."""
-    held = map(tf_variable, without(own_non_trainable_variables(model), seed_variables(model)))
+    """Return the variables that a prediction may change: with a random seed, it draws for all of the batches."""
+    held = map(tf_variable, unique([*own_non_trainable_variables(model), *seed_variables(model)]))
     return [*held, *untracked_variables(model)]
 
 

@@ -47,7 +47,31 @@ for _ in range(2):
     found.setdefault("log", []).append(np.loadtxt(f"{now}.csv", delimiter=",", skiprows=1, usecols=(0, 1)))
 """
 
-SCRIPTS = {"files of callbacks": FILES}
+DRAWS = """
+import random
+class Noise(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.seed = keras.random.SeedGenerator(7)
+    def call(self, x, training=None):
+        return x if training else x + keras.random.normal(keras.ops.shape(x), seed=self.seed)
+model = built(keras.layers.Dropout(1e-7), Noise())
+seeds = [layer.seed_generator if hasattr(layer, "seed_generator") else layer.seed for layer in model.layers[:2]]
+for _ in range(2):
+    model.fit(x, y, batch_size=16, verbose=0)
+    found.setdefault("seeds", []).append([seed.state.numpy() for seed in seeds])
+    model.train_on_batch(x, y)
+found["noisy predictions"] = model.predict(x, batch_size=8, verbose=0)
+found["weights"] = model.get_weights()
+other = built()
+other.fit(x, y, verbose=0)
+other.layers[0].bias.assign([random.SystemRandom().random()])  # Another one on each rank.
+own = float(np.mean((other(x) - y) ** 2))
+predicted = float(np.mean((other.predict(x, batch_size=8, verbose=0) - y) ** 2))
+found["of other weights"] = [other.evaluate(x, y, batch_size=32, verbose=0) / own, predicted / own]
+"""
+
+SCRIPTS = {"files of callbacks": FILES, "numbers that are drawn": DRAWS}
 
 
 def case_small() -> dict[str, float]:
