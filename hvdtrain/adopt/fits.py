@@ -389,11 +389,19 @@ def adopted_fits(
     prepare_fit()  # Before fit is replaced here: it would show a Trainer callbacks of its own.
     seed = ScriptsSeed()
     fits = AdoptedFits(rank, notes, folder, way, seed, growth or Growth(AdoptOptions()))
+
+    def of_rank(what: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            way.require_ranks_process(what)
+            return replacement(*args, **kwargs)
+
+        return call
+
     with (
         seed.watched(),
-        led(keras.Model, "fit", fits.fit),
-        led(keras.Model, "evaluate", fits.evaluate),
-        led(keras.Model, "predict", fits.predict),
+        led(keras.Model, "fit", of_rank("fit", fits.fit)),
+        led(keras.Model, "evaluate", of_rank("evaluate", fits.evaluate)),
+        led(keras.Model, "predict", of_rank("predict", fits.predict)),
         # Of the class that defines it, as Keras looks whether a model's class overrides it.
         led(BaseTrainer, "compile", _compiled_anew),
         led(keras.Model, "quantize", _compiled_anew),

@@ -147,6 +147,7 @@ def private_folder(rank: Rank, script: Path | None = None) -> Iterator[PrivateFo
     first = {users, (script or users / "script").resolve().parent}
     roots = sorted(one for one in first if first.isdisjoint(one.parents))
     top, lock = _locked_folder()
+    process = os.getpid()
     # With the names of the user's folders, which a script may use.
     places = {one: top / str(number) / one.name for number, one in enumerate(roots)}
     # The shell's name of the working folder, which may have links in it.
@@ -166,9 +167,10 @@ def private_folder(rank: Rank, script: Path | None = None) -> Iterator[PrivateFo
                 blocks.enter_context(in_users_order(one, own))
             yield folder
     finally:
-        os.chdir(users)
-        shutil.rmtree(top, ignore_errors=True)
-        os.close(lock)
+        if os.getpid() == process:  # Not in one that the script has forked, and that ends first.
+            os.chdir(users)
+            shutil.rmtree(top, ignore_errors=True)
+            os.close(lock)
 
 
 def _locked_folder() -> tuple[Path, int]:

@@ -194,6 +194,18 @@ def test_a_private_folder_ends_with_its_block(users: Path) -> None:
     assert set(contents(users)) == {"log.txt", "data/deep/table.csv"}
 
 
+def test_a_process_that_the_script_forks_does_not_remove_the_folder(users: Path) -> None:
+    init()
+    with contextlib.ExitStack() as blocks:
+        blocks.enter_context(private_folder(SECOND))
+        child = os.fork()
+        if child == 0:
+            blocks.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert Path("data/deep/table.csv").is_file()
+
+
 def test_the_folder_of_a_rank_that_was_killed_is_removed(
     users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

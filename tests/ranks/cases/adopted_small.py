@@ -97,3 +97,28 @@ def _found(name: str, text: str, adopted: bool) -> dict[str, Any]:
     found: dict[str, Any] = vars(sys.modules["__main__"])["found"]
     any_rank(False, "all_have_ended")
     return found
+
+
+FORKED = """
+import os
+from hvdtrain.errors import UsageError
+model = built()
+model.fit(x, y, verbose=0)
+def refused(call):
+    child = os.fork()
+    if child == 0:
+        try:
+            call(x)
+        except UsageError as error:
+            os._exit("get_context" in str(error))
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+for call in (model.fit, model.evaluate, model.predict):
+    found[call.__name__] = refused(call)
+model.fit(x, y, verbose=0)
+"""
+
+
+def case_forked() -> dict[str, int]:
+    """Return whether each call that would wait for ever is refused in a process that a script forks."""
+    return _found("forked", FORKED, adopted=True)
