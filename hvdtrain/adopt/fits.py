@@ -21,6 +21,7 @@ from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 from hvdtrain.adopt.batches import (
     KERAS_DEFAULT,
+    Passes,
     Replayable,
     batch_examples,
 )
@@ -252,8 +253,8 @@ class AdoptedFits:
         own, data = batch_examples(train[0], given["batch_size"], given["steps_per_epoch"])
         size = self._growth.examples(own, self._rank.size)
         if isinstance(data, Iterator):
-            data = Replayable(data, before.has_trained)
-            given["x"] = data.again()
+            once = Replayable(data, before.has_trained)
+            given["x"], data = once.again(), Passes(once, before.has_trained)
         trainer, trained = self._trainer_of(model, size)
         trainer.seed = seed
         taken = {name: given[name] for name in _OF_TRAINER}

@@ -71,7 +71,36 @@ predicted = float(np.mean((other.predict(x, batch_size=8, verbose=0) - y) ** 2))
 found["of other weights"] = [other.evaluate(x, y, batch_size=32, verbose=0) / own, predicted / own]
 """
 
-SCRIPTS = {"files of callbacks": FILES, "numbers that are drawn": DRAWS}
+ENDS = """
+import sys
+def batches(number):
+    for n in range(number):
+        yield x[:8] + n, y[:8]
+for number, steps in ((5, 4), (3, 4), (3, None), (12, 4)):
+    model = built()
+    fit = model.fit(batches(number), epochs=3, steps_per_epoch=steps, verbose=0)
+    found[f"{number} in {steps}"] = [*model.get_weights(), fit.history["loss"]]
+"""
+
+ERRORS = """
+import sys
+sys.stdin = open("/dev/null")
+def raised(call, *kinds, **given):
+    try:
+        call(**given)
+    except kinds as error:
+        return [type(error) is kind for kind in kinds]
+found["input"] = raised(input, EOFError)
+found["no file"] = raised(keras.utils.get_file, Exception, ValueError, origin="file:///nowhere/x", cache_dir=".")
+found["no address"] = raised(keras.utils.get_file, Exception, ValueError, fname="x", origin="", cache_dir=".")
+"""
+
+SCRIPTS = {
+    "files of callbacks": FILES,
+    "numbers that are drawn": DRAWS,
+    "generators that end": ENDS,
+    "errors of rank 0": ERRORS,
+}
 
 
 def case_small() -> dict[str, float]:
