@@ -213,10 +213,10 @@ def test_the_folder_of_a_rank_that_was_killed_is_removed(
     init()
     (tmp_path / "hvdtrain-adopt-killed" / "data").mkdir(parents=True)
     with private_folder(SECOND):
-        first = Path.cwd().parent.parent
+        first = top_of(Path.cwd())
         os.chdir(users)
         with private_folder(Rank(2, 3, 2, 3)):
-            second = Path.cwd().parent.parent
+            second = top_of(Path.cwd())
             assert {*tmp_path.glob("*hvdtrain-adopt-*")} == {first, second}
     assert not [*tmp_path.glob("*hvdtrain-adopt-*")]
 
@@ -243,3 +243,8 @@ def test_a_folder_with_too_many_files_is_a_link(
         assert contents(own).keys() == {"log", "out/1"}
         assert (own / "images" / "1").is_file()
         (users / "images" / "4").touch()
+
+
+def top_of(folder: Path) -> Path:
+    """Return the folder that holds all private folders of a rank."""
+    return next(one for one in folder.parents if "hvdtrain-adopt-" in one.name)
