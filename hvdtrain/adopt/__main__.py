@@ -41,6 +41,7 @@ def main() -> None:
 def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _AS_ON_ONE) -> None:
     """Run `script` on this rank. Raises what the script raises."""
     rank = init(SEED)
+    from hvdtrain.adopt.early_settings import late_settings_left_out
     from hvdtrain.adopt.fits import adopted_fits
     from hvdtrain.adopt.growth import Growth
     from hvdtrain.adopt.notes import Notes
@@ -65,6 +66,7 @@ def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _
         )
         way = SameWay(notes)
         blocks.enter_context(done_once(notes.explain, way))
+        blocks.enter_context(late_settings_left_out(notes.explain))
         blocks.enter_context(same_seeds(SEED, notes.explain))
         blocks.enter_context(random_maps_in_order(notes.explain))
         fits = blocks.enter_context(adopted_fits(rank, notes, folder, way, Growth(options)))
