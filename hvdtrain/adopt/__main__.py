@@ -9,6 +9,7 @@ computed by all of them, with the same result. Rank 0 works in the user's folder
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import sys
@@ -35,12 +36,31 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     options = AdoptOptions(given.batch, given.learning_rate, given.explain)
-    run_adopted(given.script, given.arguments, options)
+    blocks = contextlib.ExitStack()
+    try:
+        _run(given.script, given.arguments, options, blocks)
+    except BaseException as error:
+        if not isinstance(error, SystemExit) or error.code:
+            blocks.close()
+        raise
 
 
 def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _AS_ON_ONE) -> None:
     """Run `script` on this rank. Raises what the script raises."""
+    with contextlib.ExitStack() as blocks:
+        _run(script, arguments, options, blocks)
+
+
+def _run(
+    script: str, arguments: Sequence[str], options: AdoptOptions, blocks: contextlib.ExitStack
+) -> None:
+    """Run `script` in the context of `blocks`, which ends when they are closed: at the latest, when the process ends.
+
+    The script's threads and exit functions also write in the private folder.
+    """
     rank = init(SEED)
+    atexit.register(blocks.close)  # Called after the functions of the script, which come later.
+    from hvdtrain.adopt.early_settings import late_settings_left_out
     from hvdtrain.adopt.fits import adopted_fits
     from hvdtrain.adopt.growth import Growth
     from hvdtrain.adopt.notes import Notes
@@ -51,34 +71,34 @@ def run_adopted(script: str, arguments: Sequence[str], options: AdoptOptions = _
     from hvdtrain.adopt.same_way import SameWay
     from hvdtrain.adopt.shared_steps import shared_steps
 
-    with contextlib.ExitStack() as blocks:
-        folder = blocks.enter_context(private_folder(rank, Path(script)))
-        script, *arguments = map(folder.own_path, [script, *arguments])
-        if not rank.is_first:
-            _become_silent()
-        notes = Notes(rank, str(Path(script).absolute()), options.explain)
-        notes.explain_start(
-            f"{rank.size} workers run the whole of {script}",
-            f"Python, NumPy and Keras begin with the seed {SEED} on all workers",
-            f"rank 0 works in {Path.cwd()}, each other worker in a private copy",
-            "only rank 0's output is shown, and only rank 0 opens windows of matplotlib",
-        )
-        way = SameWay(notes)
-        blocks.enter_context(done_once(notes.explain, way))
-        blocks.enter_context(same_seeds(SEED, notes.explain))
-        blocks.enter_context(random_maps_in_order(notes.explain))
-        fits = blocks.enter_context(adopted_fits(rank, notes, folder, way, Growth(options)))
-        blocks.enter_context(shared_steps(notes, fits, Path(script).absolute().parent))
-        sys.argv = [script, *arguments]
-        if not is_path_safe():
-            sys.path[0:0] = [str(Path(script).absolute().parent)]
-        try:
-            run_script(script)
-        except SystemExit as ended:
-            if not ended.code:
-                way.end()
-            raise
-        way.end()
+    folder = blocks.enter_context(private_folder(rank, Path(script)))
+    script, *arguments = map(folder.own_path, [script, *arguments])
+    if not rank.is_first:
+        _become_silent()
+    notes = Notes(rank, str(Path(script).absolute()), options.explain)
+    notes.explain_start(
+        f"{rank.size} workers run the whole of {script}",
+        f"Python, NumPy and Keras begin with the seed {SEED} on all workers",
+        f"rank 0 works in {Path.cwd()}, each other worker in a private copy",
+        "only rank 0's output is shown, and only rank 0 opens windows of matplotlib",
+    )
+    way = SameWay(notes)
+    blocks.enter_context(done_once(notes.explain, way))
+    blocks.enter_context(late_settings_left_out(notes.explain))
+    blocks.enter_context(same_seeds(SEED, notes.explain))
+    blocks.enter_context(random_maps_in_order(notes.explain))
+    fits = blocks.enter_context(adopted_fits(rank, notes, folder, way, Growth(options)))
+    blocks.enter_context(shared_steps(notes, fits, Path(script).absolute().parent))
+    sys.argv = [script, *arguments]
+    if not is_path_safe():
+        sys.path[0:0] = [str(Path(script).absolute().parent)]
+    try:
+        run_script(script)
+    except SystemExit as ended:
+        if not ended.code:
+            way.end()
+        raise
+    way.end()
 
 
 def _become_silent() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.data_adapters.data_adapter_utils import NUM_BATCHES_FOR_TENSOR_SPEC
 
 from hvdtrain.data import is_batched
 from hvdtrain.data.arrays import convert, unpack
@@ -77,6 +78,32 @@ def examples_in(batch: Any) -> int:
     return int(leaves[0].shape[0])
 
 
+class Passes:
+    """An iterator as an iterable, with the passes that Keras makes over a generator.
+
+    The first one reads it. When it has ended, and another epoch begins, Keras yields the batches that it had looked at
+    before the training once more.
+
+    Args:
+        once: The iterator.
+        is_over: Whether the training has begun.
+    """
+
+    def __init__(self, once: Replayable, is_over: Callable[[], bool]) -> None:
+        self._once = once
+        self._is_over = is_over
+        self._looked_at: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_over():
+            yield from self._looked_at
+            return
+        for number, item in enumerate(itertools.chain(self._once.kept(), self._once)):
+            if number == len(self._looked_at) < NUM_BATCHES_FOR_TENSOR_SPEC:
+                self._looked_at.append(item)
+            yield item
+
+
 class Replayable:
     """An iterator whose first items come again from `again`, as long as `is_over` has not become true.
 
@@ -102,6 +129,10 @@ class Replayable:
         if self._keeps:
             self._kept.append(item)
         return item
+
+    def kept(self) -> list[Any]:
+        """Return what was read, and is still to come again."""
+        return list(self._kept)
 
     def again(self) -> Iterator[Any]:
         """Yield what was read, and then the rest. A generator, as Keras wants it."""

@@ -60,20 +60,20 @@ class FileCopies:
             Path(own).unlink(missing_ok=True)
             return False
         self._room -= found.st_size
-        self._copied[own] = _Copied(users, _version(users), _version(own))
+        self._copied[own] = _Copied(users, version_of(users), version_of(own))
         return True
 
     def remove_outdated(self) -> None:
         """Remove the copies of files that are no longer what they were, except those that this rank has written."""
         for own, copied in list(self._copied.items()):
-            if _version(own) != copied.own_version:
+            if version_of(own) != copied.own_version:
                 del self._copied[own]
-            elif _version(copied.users) != copied.users_version:
+            elif version_of(copied.users) != copied.users_version:
                 del self._copied[own]
                 Path(own).unlink()
 
 
-def _version(path: str) -> _Version | None:
+def version_of(path: str) -> _Version | None:
     """Return what differs after any write to a file; None if there is none."""
     try:
         found = Path(path).stat()

@@ -21,21 +21,24 @@ from keras.src.trainers.trainer import Trainer as BaseTrainer
 
 from hvdtrain.adopt.batches import (
     KERAS_DEFAULT,
+    Passes,
     Replayable,
     batch_examples,
 )
 from hvdtrain.adopt.differences import differences_by_rounding, known_differences
 from hvdtrain.adopt.evaluations import Evaluation, depends_on_batches
+from hvdtrain.adopt.fit_writes import written_paths
 from hvdtrain.adopt.frozen_layers import Flags, trained_as, trained_layers
 from hvdtrain.adopt.growth import Growth
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import NOT_GROWN, WHOLE, Notes
+from hvdtrain.adopt.own_draws import own_draws
 from hvdtrain.adopt.private_folder import PrivateFolder
 from hvdtrain.adopt.same_way import SameWay
 from hvdtrain.adopt.shared_predictions import own_rows, predict_together
 from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.replicas import copy_variables
+from hvdtrain.collectives.replicas import check_replicas, copy_variables
 from hvdtrain.data.arrays import convert, is_arrays, unpack
 from hvdtrain.data.structures import count_examples
 from hvdtrain.errors import ReplicaError, UsageError
@@ -137,7 +140,8 @@ class AdoptedFits:
         self._growth.require_settable(model)
         seed = next(self._fits)
         with self._alone():
-            before = _Before(model)
+            before, files = _Before(model), self._folder.before_fit()
+            paths = written_paths(keras.tree.flatten(given["callbacks"] or []))
             if not self.way.joins("fit"):
                 before.restore()
                 return original(model, *args, **kwargs)
@@ -151,11 +155,12 @@ class AdoptedFits:
                     raise
                 before.restore()
                 reason = _reason(error)
-                vars(model)[_NAME] = _Adopted(None, reason=reason)
                 how = NOT_GROWN if self._growth.is_asked_for else WHOLE
                 self._notes.tell("fit", f"{how}. The reason: {reason}")
                 history = self._by_all(original, model, given)
-            self._folder.refresh()
+                # Not before: what plain Keras refuses, too, says nothing of the next fit.
+                vars(model)[_NAME] = _Adopted(None, reason=reason)
+            self._folder.after_fit(files, paths)
         return history
 
     def evaluate(
@@ -186,15 +191,16 @@ class AdoptedFits:
                 raise UsageError("callbacks see all of its batches")
             x = given["x"]
             rows = own_rows(model, x, given["batch_size"] or KERAS_DEFAULT, self._rank)
-            self._join("predict")
+            self._join("predict", model)
             return predict_together(lambda: original(model, **named | {"x": rows}), model, x)
 
         return self._together("predict", shared, lambda: original(model, *args, **kwargs))
 
-    def _join(self, what: str) -> None:
-        """Raise UsageError if not all ranks make this call. A collective."""
+    def _join(self, what: str, model: keras.Model) -> None:
+        """Raise UsageError if not all ranks make this call, and ReplicaError if their models differ. A collective."""
         if not self.way.joins(what):
             raise UsageError("rank 0 is alone")
+        check_replicas(variables=model.variables)
 
     def _together(self, what: str, shared: Callable[[], Any], whole: Callable[[], Any]) -> Any:
         """Return the result of `shared`; that of `whole`, on each rank alike, if it cannot be shared."""
@@ -202,7 +208,9 @@ class AdoptedFits:
             try:
                 result = shared()
             except (UsageError, ReplicaError) as error:
-                self._notes.explain(what, f"each worker computes all of it: {_reason(error)}")
+                differ = isinstance(error, ReplicaError)
+                tell = self._notes.tell if differ else self._notes.explain
+                tell(what, f"each worker computes all of it: {_reason(error)}")
                 return whole()
             self._notes.explain(what, f"{self._rank.size} workers share the batches")
             return result
@@ -212,7 +220,7 @@ class AdoptedFits:
 
         Raises:
             UsageError: There is none, or it would find something else than Keras.
-            ReplicaError: The ranks have different data.
+            ReplicaError: The ranks have different data or weights.
         """
         if adopted.trainer is None:
             raise UsageError("the workers have trained it on whole batches")
@@ -227,9 +235,10 @@ class AdoptedFits:
         cause = "what callbacks see" if callbacks else depends_on_batches(model)
         if found.batch != adopted.batch and cause:
             raise UsageError(f"{cause} may depend on the size of the batches")
-        self._join("evaluate")
+        self._join("evaluate", model)
         names = ("verbose", "callbacks", "return_dict")
-        return adopted.trainer.evaluate(found.data, **{name: given[name] for name in names})
+        with own_draws(model, adopted.trainer, self._rank):
+            return adopted.trainer.evaluate(found.data, **{name: given[name] for name in names})
 
     def _shared(self, model: keras.Model, given: dict[str, Any], seed: int, before: _Before) -> Any:
         """Train with a Trainer. If data can be read only once, `given` keeps what was read before the training.
@@ -245,8 +254,8 @@ class AdoptedFits:
         own, data = batch_examples(train[0], given["batch_size"], given["steps_per_epoch"])
         size = self._growth.examples(own, self._rank.size)
         if isinstance(data, Iterator):
-            data = Replayable(data, before.has_trained)
-            given["x"] = data.again()
+            once = Replayable(data, before.has_trained)
+            given["x"], data = once.again(), Passes(once, before.has_trained)
         trainer, trained = self._trainer_of(model, size)
         trainer.seed = seed
         taken = {name: given[name] for name in _OF_TRAINER}
@@ -275,7 +284,8 @@ class AdoptedFits:
         scaled = self._growth.rates(model, self._rank.size)
         tells = keras.callbacks.LambdaCallback(on_train_begin=begin, on_epoch_end=after_epoch)
         taken["callbacks"] = [tells, *keras.tree.flatten(given["callbacks"] or [])]
-        with synchronized(model), trained_as(trained), scaled:
+        drawing = own_draws(model, trainer, self._rank)
+        with synchronized(model), trained_as(trained), scaled, drawing:
             return trainer.fit(
                 *train, validation_data=validation.data, shuffle=bool(shuffle), **taken
             )
@@ -381,11 +391,19 @@ def adopted_fits(
     prepare_fit()  # Before fit is replaced here: it would show a Trainer callbacks of its own.
     seed = ScriptsSeed()
     fits = AdoptedFits(rank, notes, folder, way, seed, growth or Growth(AdoptOptions()))
+
+    def of_rank(what: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            way.require_ranks_process(what)
+            return replacement(*args, **kwargs)
+
+        return call
+
     with (
         seed.watched(),
-        led(keras.Model, "fit", fits.fit),
-        led(keras.Model, "evaluate", fits.evaluate),
-        led(keras.Model, "predict", fits.predict),
+        led(keras.Model, "fit", of_rank("fit", fits.fit)),
+        led(keras.Model, "evaluate", of_rank("evaluate", fits.evaluate)),
+        led(keras.Model, "predict", of_rank("predict", fits.predict)),
         # Of the class that defines it, as Keras looks whether a model's class overrides it.
         led(BaseTrainer, "compile", _compiled_anew),
         led(keras.Model, "quantize", _compiled_anew),

@@ -45,8 +45,8 @@ def _on_rank_0_first(download: Callable[..., Any], tell: Tell, way: SameWay) -> 
         if not way.joins("get_file"):
             return download(*args, **kwargs)
         tell("get_file", "rank 0 downloads the file, before the others look for it")
-        with first_rank_first():
-            return download(*args, **kwargs)
+        found = _of_rank_0(lambda: download(*args, **kwargs))
+        return found if ALL_RANKS.rank() == 0 else download(*args, **kwargs)
 
     return call
 
@@ -56,8 +56,35 @@ def _read_by_rank_0(read: Callable[[Any], str], tell: Tell, way: SameWay) -> Cal
         if not way.joins("input"):
             return read(prompt)
         tell("input", "rank 0 reads the line for all workers")
-        with first_rank_first():
-            line = read(prompt) if ALL_RANKS.rank() == 0 else ""
-        return str(ALL_RANKS.exchange(line, "input")[0])
+        return _of_rank_0(lambda: read(prompt))
 
     return call
+
+
+def _of_rank_0(work: Callable[[], str]) -> str:
+    """Return the result of `work` on rank 0, on all ranks. A collective.
+
+    Raises:
+        Exception: On all ranks: what it raises there; on the others, of the built-in type, as scripts catch it.
+    """
+    result, failed = "", None
+    with first_rank_first():
+        if ALL_RANKS.rank() == 0:
+            try:
+                result = work()
+            except Exception as error:
+                failed = error
+    told = [result, *([_built_in(failed).__name__, str(failed)] if failed else [])]
+    result, *failure = ALL_RANKS.exchange(told, "once")[0]
+    if failed is not None:
+        raise failed
+    if failure:
+        kind, message = failure
+        raise getattr(builtins, kind)(message)
+    return result
+
+
+def _built_in(error: Exception) -> type:
+    """Return the most special built-in type of an error that takes a message, and no more."""
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    return next(kind for kind in kinds if not issubclass(kind, UnicodeDecodeError))

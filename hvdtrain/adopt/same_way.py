@@ -7,12 +7,14 @@ may call `fit` once more on one rank. Where ranks part, rank 0 goes on alone, as
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 
 import numpy as np
 
 from hvdtrain.adopt.notes import Notes
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
+from hvdtrain.errors import UsageError
 
 END = "the end of the script"
 
@@ -24,12 +26,26 @@ class SameWay:
         notes: Messages to the user.
 
     Attributes:
-        parted: Whether this rank goes on alone.
+        parted: Whether this rank goes on alone, or this is a process that the script has forked, of which no other rank
+            knows.
     """
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
+        self._process = os.getpid()
         self.parted = False
+        os.register_at_fork(after_in_child=self._part)
+
+    def _part(self) -> None:
+        self.parted = True
+
+    def require_ranks_process(self, what: str) -> None:
+        """Raise UsageError in a process that the script has forked, in which TensorFlow would wait forever."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"{self._notes.place(what)}: a process that is forked cannot train or predict under --adopt, as "
+                'TensorFlow starts before the script. Start it with multiprocessing.get_context("spawn")'
+            )
 
     def joins(self, what: str) -> bool:
         """Return whether all ranks make this call from the same line of the script. A collective.

@@ -19,10 +19,11 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import overridden, own_non_trainable_variables
 from hvdtrain.keras_internals.variables import (
     assign,
+    row_states,
     seed_variables,
     tf_variable,
+    unique,
     untracked_variables,
-    without,
 )
 from hvdtrain.runtime import Rank
 
@@ -88,9 +89,9 @@ def own_rows(model: keras.Model, x: Any, batch_size: int, rank: Rank) -> Any:
 
 
 def _state(model: keras.Model) -> list[tf.Variable]:
-    """Return the variables that a prediction may change, except random seeds."""
-    held = map(tf_variable, without(own_non_trainable_variables(model), seed_variables(model)))
-    return [*held, *untracked_variables(model)]
+    """Return the variables that a prediction may change: with a random seed, it draws for all of the batches."""
+    own = [*own_non_trainable_variables(model), *seed_variables(model), *row_states(model)]
+    return [*map(tf_variable, unique(own)), *untracked_variables(model)]
 
 
 def _first_problem(told: list[Any]) -> str:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from click.testing import CliRunner
 
 from hvdtrain.adopt.batches import Replayable, batch_examples
+from hvdtrain.adopt.early_settings import late_settings_left_out
 from hvdtrain.adopt.evaluations import Evaluation
 from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
 from hvdtrain.adopt.random_maps import random_maps_in_order
@@ -200,6 +201,32 @@ def test_other_maps_stay_parallel() -> None:
     with random_maps_in_order(silent):
         data = tf.data.Dataset.range(3).map(lambda x: x + 1, num_parallel_calls=2)
     assert type(data).__name__ == "_ParallelMapDataset"
+
+
+CPU = tf.config.list_physical_devices("CPU")
+PARTS = [tf.config.LogicalDeviceConfiguration(), tf.config.LogicalDeviceConfiguration()]
+SETTINGS = {
+    "devices": lambda: tf.config.set_visible_devices([], "CPU"),
+    "parts of a device": lambda: tf.config.set_logical_device_configuration(CPU[0], PARTS),
+    "under an old name": lambda: tf.config.experimental.set_virtual_device_configuration(
+        CPU[0], PARTS
+    ),
+    "steps": lambda: tf.config.threading.set_inter_op_parallelism_threads(77),
+    "threads": lambda: tf.config.threading.set_intra_op_parallelism_threads(77),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_settings_that_come_too_late_are_left_out(setting: Any) -> None:
+    tf.constant(1.0)
+    told: list[str] = []
+    with late_settings_left_out(lambda what, how: told.append(what)):
+        setting()
+        with pytest.raises(ValueError, match=r"[Uu]nrecognized"):
+            tf.config.set_visible_devices(["nothing"], "CPU")
+    assert len(told) == 1 and told[0].startswith("set_")
+    with pytest.raises(RuntimeError, match="after"):
+        setting()
 
 
 def test_the_command_of_a_rank(tmp_path: Path) -> None:

@@ -194,6 +194,18 @@ def test_a_private_folder_ends_with_its_block(users: Path) -> None:
     assert set(contents(users)) == {"log.txt", "data/deep/table.csv"}
 
 
+def test_a_process_that_the_script_forks_does_not_remove_the_folder(users: Path) -> None:
+    init()
+    with contextlib.ExitStack() as blocks:
+        blocks.enter_context(private_folder(SECOND))
+        child = os.fork()
+        if child == 0:
+            blocks.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert Path("data/deep/table.csv").is_file()
+
+
 def test_the_folder_of_a_rank_that_was_killed_is_removed(
     users: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,10 +213,10 @@ def test_the_folder_of_a_rank_that_was_killed_is_removed(
     init()
     (tmp_path / "hvdtrain-adopt-killed" / "data").mkdir(parents=True)
     with private_folder(SECOND):
-        first = Path.cwd().parent.parent
+        first = top_of(Path.cwd())
         os.chdir(users)
         with private_folder(Rank(2, 3, 2, 3)):
-            second = Path.cwd().parent.parent
+            second = top_of(Path.cwd())
             assert {*tmp_path.glob("*hvdtrain-adopt-*")} == {first, second}
     assert not [*tmp_path.glob("*hvdtrain-adopt-*")]
 
@@ -231,3 +243,8 @@ def test_a_folder_with_too_many_files_is_a_link(
         assert contents(own).keys() == {"log", "out/1"}
         assert (own / "images" / "1").is_file()
         (users / "images" / "4").touch()
+
+
+def top_of(folder: Path) -> Path:
+    """Return the folder that holds all private folders of a rank."""
+    return next(one for one in folder.parents if "hvdtrain-adopt-" in one.name)
