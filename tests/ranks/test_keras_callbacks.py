@@ -56,6 +56,11 @@ def test_weights_that_were_never_broadcast(results: Results) -> None:
         assert found["before"] == found["late"] == "no error"
 
 
+def test_statistics_that_were_broadcast_are_used(results: Results) -> None:
+    first, other = results.of("case_adapted_statistics_were_broadcast")
+    assert first == other
+
+
 def test_the_guard_can_be_turned_off(results: Results) -> None:
     assert results.of("case_guard_turned_off") == ["no error"] * 2
 

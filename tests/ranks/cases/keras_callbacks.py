@@ -162,6 +162,20 @@ def case_never_broadcast() -> dict[str, str]:
     return found
 
 
+def case_adapted_statistics_were_broadcast() -> list[float]:
+    """A layer that each rank has adapted to its own examples computes with what was broadcast."""
+    x, y = shard()
+    keras.utils.set_random_seed(hvd.rank())
+    normalization = keras.layers.Normalization()
+    normalization.adapt(x + 10 * hvd.rank())
+    model = keras.Sequential([keras.Input(x.shape[1:]), normalization, keras.layers.Dense(2)])
+    compiled(model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    hvd.broadcast_variables(model.variables, 0)
+    model.fit(x, y, verbose=0)
+    found: list[float] = model.predict(np.ones((1, *x.shape[1:])), verbose=0)[0].tolist()
+    return found
+
+
 def case_guard_turned_off() -> str:
     return error_of(compiled(network(), keras.optimizers.SGD(0.1)), broadcast(guard=False))
 
