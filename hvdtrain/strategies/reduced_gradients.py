@@ -44,11 +44,11 @@ def is_reduced(gradient: Any) -> bool:
         op = tensor.op
         if op.type.startswith("Horovod"):
             return True
-        if op.type not in PASSING:
+        floating = [given for given in op.inputs if given.dtype.is_floating]
+        if op.type not in PASSING or not floating:
             return False
         if op.type == "IdentityN":
             tensor = op.inputs[tensor.value_index]
         else:  # Of a tensor and its factor, the larger one.
-            floating = [given for given in op.inputs if given.dtype.is_floating]
             tensor = max(floating, key=lambda given: given.shape.num_elements() or 0)
     return False
