@@ -30,6 +30,7 @@ from hvdtrain.keras_internals.building import require_loss
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
 from hvdtrain.keras_internals.models import compile_like, metric_names
+from hvdtrain.keras_internals.optimizer_state import keep_state_of
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.pipeline.fitting_count import agree_on_count
 from hvdtrain.parallel.pipeline.normalized_losses import are_late
@@ -77,13 +78,16 @@ class StageRunner(Runner):
             whole = super().build(model)
         self.stage = cut(whole, place.stage, place.mesh.pipeline, self._layout.stages)
         make_part(self.stage.model, whole)
+        optimizer = getattr(whole, "optimizer", None)
+        if optimizer is not None:
+            keep_state_of(optimizer, self.stage.model.variables)
+        compile_like(self.stage.model, whole, optimizer)
         if place.mesh.tensor > 1:
             split_model(self.stage.model, self._plan_of_stage(whole), place.tensor_set)
         for variable in self.stage.model.variables:
             initialize(variable)
         for variable in self.stage.others:
             graph_internals.release(variable)
-        compile_like(self.stage.model, whole, getattr(whole, "optimizer", None))
         return self.stage.model
 
     def inputs(self, model: keras.Model) -> list[Any]:
