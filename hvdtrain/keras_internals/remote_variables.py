@@ -23,6 +23,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.elementwise import ELEMENTWISE
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, optimizer_slots, rate_variable
 from hvdtrain.keras_internals.overlay import overlay
+from hvdtrain.keras_internals.variables import exchange_value
 
 
 class StepVariable(keras.Variable):
@@ -158,7 +159,7 @@ def make_step_variable(variable: Any) -> StepVariable:
 
 def replace_value(variable: Any, value: tf.Variable) -> None:
     """Replace the tf.Variable inside a Keras variable, and make it a StepVariable."""
-    variable._value = value
+    exchange_value(variable, value)
     make_step_variable(variable)
 
 
@@ -173,11 +174,12 @@ def kept_variables() -> Iterator[None]:
     values = [(v, v._value.numpy()) for v in found if isinstance(v._value, tf.Variable)]
     yield
     for variable, value in values:
-        variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
+        exchange_value(variable, value)
 
 
 def split_value(variable: Any, parts: Sequence[tf.Variable], anchor: tf.Variable) -> None:
     """Make a Keras variable a SplitVariable of these parts."""
+    exchange_value(variable, parts[0])  # By which an optimizer knows the whole.
     variable.__class__ = SplitVariable
     variable.parts, variable.anchor = tuple(parts), anchor
     variable._value = None
@@ -236,6 +238,10 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
     def _apply_weight_decay(self, variables: Any) -> None:
         """Do nothing here: `_backend_update_step` applies weight decay later."""
 
+    def _use_weight_decay(self, variable: Any) -> bool:
+        owner, _ = self.owners.get(self._var_key(variable), (variable, 0))
+        return bool(super()._use_weight_decay(owner))  # type: ignore[misc]
+
     def _decay(self, variables: Any) -> None:
         plain = super()._apply_weight_decay  # type: ignore[misc]
         if plain.__func__ is not keras.optimizers.Optimizer._apply_weight_decay:
@@ -252,7 +258,7 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
             return
         for variable in variables:
             for part in tf_variables(variable):
-                if self._use_weight_decay(part):  # type: ignore[attr-defined]
+                if self._use_weight_decay(part):
                     with tf.device(part.device):
                         rate = tf.cast(self.learning_rate, part.dtype)  # type: ignore[attr-defined]
                         part.assign_sub(part * tf.cast(self.weight_decay, part.dtype) * rate)  # type: ignore[attr-defined]
