@@ -40,7 +40,7 @@ from hvdtrain.parallel.pipeline.stages import Stage, cut
 from hvdtrain.parallel.pipeline.transport import make_transport
 from hvdtrain.parallel.tensor.convert import Layers, split_model
 from hvdtrain.parallel.tensor.split_runner import SplitRunner
-from hvdtrain.parallel.whole_model import make_part
+from hvdtrain.parallel.whole_model import make_part, require_whole_optimizer
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.runner import Runner
@@ -109,6 +109,7 @@ class StageRunner(Runner):
                 "jit_compile=True does not work with pipeline stages and micro-batches, whose passes are separate "
                 "functions: leave it out"
             )
+        require_whole_optimizer(model)
         require_loss(model, self.stage.whole, data)
         if self.stage.is_last:
             graph_internals.build_compiled(model, *self._symbolic_batch(data))
