@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import keras
@@ -303,3 +304,25 @@ def test_an_average_of_weights_is_changed_by_additions() -> None:
     plain, expected = averages(remote=False)
     assert plain
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_prediction_keeps_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while the first of its steps is waited for."""
+    inputs: list[Any] = []
+
+    class Pending:
+        def get(self) -> int:
+            return sum(one() is not None for one in inputs)
+
+    def outputs() -> Any:
+        for _ in range(3):
+            x = np.ones((2, 1))
+            inputs.append(weakref.ref(x))
+            yield Share((x,), 2, 2, 0, 0), Pending()
+            del x
+
+    place = "hvdtrain.strategies.parameter_server.asynchronous.gather_predictions"
+    monkeypatch.setattr(place, list)
+    strategy = ParameterServer()
+    strategy._config = CONFIG
+    assert [kept for _, kept in strategy.gather(outputs())] == [0, 0, 0]
