@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from hvdtrain.keras_internals.shards import Shard, mark_shard
+from hvdtrain.keras_internals.variables import exchange_value
 
 MIN_DEFERRED_ELEMENTS = 1024
 """Size below which variables get their values at once: they cost little, and some (seeds) belong to no model."""
@@ -106,5 +107,5 @@ def keep_part(variable: Any, shard: Shard) -> None:
         value = shard.part_of(variable._value.read_value())
         variable._shape = shard.part_shape(whole)
         with tf.init_scope():
-            variable._initialize(value)
+            exchange_value(variable, value)
     mark_shard(variable, shard)

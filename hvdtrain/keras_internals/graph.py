@@ -16,6 +16,7 @@ from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
 
 from hvdtrain.keras_internals.compiled_losses import compiled_losses
+from hvdtrain.keras_internals.variables import exchange_value
 
 Tensor = Any
 """A keras.KerasTensor: symbolic, compared by id()."""
@@ -192,4 +193,4 @@ def release(variable: Any) -> None:
 def make_again(variable: Any) -> None:
     """Recreate the tf.Variable inside a Keras variable, with its value, on the current device."""
     if variable._value is not None:
-        variable._initialize(variable._value.numpy())
+        exchange_value(variable, variable._value.numpy())

@@ -18,6 +18,7 @@ import h5py
 import keras
 from keras.src.saving import saving_lib
 
+from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizers import inner_of, is_scaled
 
 OPTIMIZER = "optimizer"
@@ -152,13 +153,24 @@ def plain_class(optimizer: Any) -> type:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """Return a new, unbuilt optimizer of the same configuration, neither distributed nor sharded."""
+    """Return a new, unbuilt optimizer of the same configuration, neither distributed nor sharded.
+
+    Raises:
+        UsageError: The optimizer cannot be recreated from its configuration.
+    """
     inner = inner_of(optimizer)
     if not is_scaled(optimizer):
         optimizer = inner
     classes = [plain_class(inner), plain_class(optimizer), type(inner._learning_rate)]
-    config = keras.saving.serialize_keras_object(optimizer)
-    return _made(config, {c.__name__: c for c in classes})
+    try:
+        config = keras.saving.serialize_keras_object(optimizer)
+        return _made(config, {c.__name__: c for c in classes})
+    except Exception as error:  # A user's get_config and from_config may raise anything.
+        raise UsageError(
+            f"The optimizer {plain_class(optimizer).__name__} cannot be recreated from its configuration, which saving "
+            "a model or state that is divided over ranks requires: give its class a get_config that returns all that "
+            f"its constructor takes. Keras says: {error}"
+        ) from error
 
 
 def model_config(model: keras.Model) -> tuple[dict[str, Any], dict[str, type]]:

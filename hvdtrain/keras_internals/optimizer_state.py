@@ -7,7 +7,8 @@ distributes the state that the first rank has loaded to all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ from keras.src.legacy.saving import legacy_h5_format
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.corrections import correct
-from hvdtrain.keras_internals.optimizers import inner_of
+from hvdtrain.keras_internals.optimizers import inner_of, optimizer_slots
 
 
 def slot_name(variable: Any, name: str) -> str:
@@ -55,6 +56,33 @@ def take_state(optimizer: Any) -> tuple[list[Any] | None, list[Any]]:
     optimizer._trainable_variables_indices = {}
     optimizer.built = False
     return trained, values
+
+
+def keep_state_of(optimizer: Any, variables: Iterable[Any]) -> None:
+    """Let a built optimizer train only those of its variables that are in `variables`, with the state it has for them.
+
+    Leaves an optimizer that is not built unchanged.
+    """
+    optimizer = inner_of(optimizer)
+    before = {place: state.numpy() for place, state in _by_place(optimizer).items()}
+    trained, _ = take_state(optimizer)
+    if trained is None:
+        return
+    kept = {id(variable) for variable in variables}
+    optimizer.build([variable for variable in trained if id(variable) in kept])
+    for place, state in _by_place(optimizer).items():
+        state.assign(before[place])
+
+
+def _by_place(optimizer: Any) -> dict[tuple[int, int], Any]:
+    """Return the optimizer's variables by the id of their weight (0: of none) and their number in its state."""
+    slots = {
+        id(slot): (id(weight), number)
+        for weight, state in optimizer_slots(optimizer)
+        for number, slot in enumerate(state)
+    }
+    common = itertools.count()
+    return {slots.get(id(v)) or (0, next(common)): v for v in optimizer.variables}
 
 
 def prepare_saving() -> None:

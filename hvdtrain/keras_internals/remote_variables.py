@@ -23,6 +23,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.elementwise import ELEMENTWISE
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, optimizer_slots, rate_variable
 from hvdtrain.keras_internals.overlay import overlay
+from hvdtrain.keras_internals.variables import exchange_value
 
 
 class StepVariable(keras.Variable):
@@ -48,6 +49,10 @@ class StepVariable(keras.Variable):
         )
         return self.in_step
 
+    def add(self, difference: tf.Tensor) -> None:
+        """Add to the value, so that nothing is lost of what others add at the same time."""
+        self._value.assign_add(difference)
+
 
 @contextlib.contextmanager
 def in_step(variables: Sequence[StepVariable], values: Sequence[Any]) -> Iterator[None]:
@@ -59,6 +64,18 @@ def in_step(variables: Sequence[StepVariable], values: Sequence[Any]) -> Iterato
     finally:
         for variable in variables:
             variable.in_step = None
+
+
+@contextlib.contextmanager
+def _adding_changes(variables: Sequence[StepVariable]) -> Iterator[None]:
+    """Context after which what assignments in it have changed is added to `variables`."""
+    before = [tf.convert_to_tensor(variable.value) for variable in variables]
+    with in_step(variables, before):
+        yield
+        after = [variable.in_step for variable in variables]
+    for variable, old, new in zip(variables, before, after, strict=True):
+        if new is not old:
+            variable.add(new - old)
 
 
 class SplitVariable(StepVariable):
@@ -123,6 +140,11 @@ class SplitVariable(StepVariable):
         for part, piece in zip(self.parts, pieces, strict=True):
             part.assign(piece)
 
+    def add(self, difference: tf.Tensor) -> None:
+        pieces = tf.split(difference, [int(part.shape[0]) for part in self.parts])
+        for part, piece in zip(self.parts, pieces, strict=True):
+            part.assign_add(piece)
+
 
 def _joined(anchor: tf.Variable, *parts: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
@@ -158,7 +180,7 @@ def make_step_variable(variable: Any) -> StepVariable:
 
 def replace_value(variable: Any, value: tf.Variable) -> None:
     """Replace the tf.Variable inside a Keras variable, and make it a StepVariable."""
-    variable._value = value
+    exchange_value(variable, value)
     make_step_variable(variable)
 
 
@@ -173,11 +195,12 @@ def kept_variables() -> Iterator[None]:
     values = [(v, v._value.numpy()) for v in found if isinstance(v._value, tf.Variable)]
     yield
     for variable, value in values:
-        variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
+        exchange_value(variable, value)
 
 
 def split_value(variable: Any, parts: Sequence[tf.Variable], anchor: tf.Variable) -> None:
     """Make a Keras variable a SplitVariable of these parts."""
+    exchange_value(variable, parts[0])  # By which an optimizer knows the whole.
     variable.__class__ = SplitVariable
     variable.parts, variable.anchor = tuple(parts), anchor
     variable._value = None
@@ -197,9 +220,27 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
     """Operation of the last traced step that runs when all gradients are on the devices of their variables."""
 
     def _var_key(self, variable: Any) -> Any:
-        if isinstance(variable, SplitVariable):
-            variable = variable.parts[0]
+        if isinstance(variable, keras.Variable):
+            variable = tf_variables(variable)[0]
         return super()._var_key(variable)  # type: ignore[misc]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        known = self._trainable_variables if trainable_variables is None else trainable_variables  # type: ignore[attr-defined]
+        bound = [v for v in known if getattr(v, "constraint", None) is not None]
+        constraints = [v.constraint for v in bound]
+        for variable in bound:
+            variable.constraint = (
+                None  # Keras would assign what it makes of the value that it read.
+            )
+        try:
+            result = super().apply(grads, trainable_variables)
+        finally:
+            for variable, constraint in zip(bound, constraints, strict=True):
+                variable.constraint = constraint
+        with _adding_changes(bound):
+            for variable in bound:
+                variable.assign(variable.constraint(variable))
+        return result
 
     def _backend_update_step(
         self, grads: Any, trainable_variables: Any, learning_rate: Any
@@ -236,26 +277,30 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
     def _apply_weight_decay(self, variables: Any) -> None:
         """Do nothing here: `_backend_update_step` applies weight decay later."""
 
+    def _use_weight_decay(self, variable: Any) -> bool:
+        owner, _ = self.owners.get(self._var_key(variable), (variable, 0))
+        return bool(super()._use_weight_decay(owner))  # type: ignore[misc]
+
     def _decay(self, variables: Any) -> None:
         plain = super()._apply_weight_decay  # type: ignore[misc]
         if plain.__func__ is not keras.optimizers.Optimizer._apply_weight_decay:
             # Muon overrides it, and reads and assigns whole variables.
-            before = [variable.value for variable in variables]
-            with in_step(variables, before):
+            with _adding_changes(variables):
                 plain(variables)
-                after = [variable.in_step for variable in variables]
-            for variable, old, new in zip(variables, before, after, strict=True):
-                if new is not old:
-                    variable.value.assign_add(new - old)
             return
         if self.weight_decay is None:  # type: ignore[attr-defined]
             return
         for variable in variables:
             for part in tf_variables(variable):
-                if self._use_weight_decay(part):  # type: ignore[attr-defined]
+                if self._use_weight_decay(part):
                     with tf.device(part.device):
                         rate = tf.cast(self.learning_rate, part.dtype)  # type: ignore[attr-defined]
                         part.assign_sub(part * tf.cast(self.weight_decay, part.dtype) * rate)  # type: ignore[attr-defined]
+
+    def _update_model_variables_moving_average(self, trainable_variables: Any) -> None:
+        averages = self._model_variables_moving_average if self.use_ema else []  # type: ignore[attr-defined]
+        with _adding_changes([average for average in averages if average is not None]):
+            super()._update_model_variables_moving_average(trainable_variables)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _standing_for(self, part: tf.Variable) -> Iterator[None]:

@@ -21,6 +21,16 @@ def tf_variable(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def exchange_value(variable: Any, value: Any) -> None:
+    """Give a Keras variable another tf.Variable: `value` itself, or one made of it on the current device.
+
+    It takes the key of the former one, by which optimizers know the variable: its state, exclude_from_weight_decay.
+    """
+    key = variable._value._unique_id
+    variable._initialize(value)
+    variable._value._unique_id = key
+
+
 def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
     """Assign to each of `variables` its value, in the variable's dtype."""
     for variable, value in zip(map(tf_variable, variables), values, strict=True):

@@ -51,6 +51,12 @@ def unsplit_of(model: keras.Model) -> Unsplit | None:
     return getattr(model, "hvdtrain_unsplit", None)
 
 
+def require_whole_optimizer(model: keras.Model) -> None:
+    """Raise UsageError if `model` is a part and its optimizer could not be saved with the whole; before training."""
+    if unsplit_of(model) is not None:
+        model_files.plain_optimizer(model.optimizer)
+
+
 class Unsplit:
     """The whole of a model that is divided, or about to be.
 

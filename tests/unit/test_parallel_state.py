@@ -9,6 +9,7 @@ import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -17,7 +18,10 @@ import numpy as np
 import pytest
 from keras import layers
 from keras.src.saving import saving_lib
+from thread_ranks import thread_ranks
 
+from hvdtrain.collectives.mesh import Mesh
+from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras_internals import keras_files as model_files
@@ -30,9 +34,13 @@ from hvdtrain.parallel.gather_scatter import (
     misfit,
     whole_of,
 )
+from hvdtrain.parallel.layout import Layout
+from hvdtrain.parallel.pipeline.stage_runner import StageRunner
 from hvdtrain.parallel.state_layout import COMMON, SLOTS, WEIGHTS, Sender, pieces_of
+from hvdtrain.parallel.tensor.split_runner import SplitRunner
 from hvdtrain.parallel.whole_file import DividedState
 from hvdtrain.parallel.whole_model import Unsplit, make_part
+from hvdtrain.parallel.zero.sharded_optimizer import shard
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.model_file import read_model, write_model
 from hvdtrain.strategies.strategy import Strategy
@@ -302,6 +310,29 @@ def test_a_plain_optimizer_of_the_users_own_class() -> None:
     plain = model_files.plain_optimizer(DistributedOptimizer(OwnSGD(0.2)))
     assert type(plain) is OwnSGD
     assert float(plain.learning_rate) == pytest.approx(0.2)
+
+
+class Forgetful(keras.optimizers.SGD):
+    """Its configuration lacks an argument."""
+
+    hvdtrain_elementwise = True
+
+    def __init__(self, scale: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.scale = scale
+
+
+def test_an_optimizer_that_cannot_be_made_again_is_refused_before_training() -> None:
+    wanted = "(?s)optimizer Forgetful cannot be recreated .* get_config .* 'scale'"
+    mesh = Mesh(1, tensor=2, pipeline=2)
+    here: Any = SimpleNamespace(mesh=mesh, stage=0, tensor_set=thread_ranks(2)[0])
+    layout = Layout(mesh, {"up": "column"}, ["out"])
+    for runner in (StageRunner(layout, here), SplitRunner(layout, here)):
+        made = runner.build(model(optimizer=Forgetful(2.0)))
+        with pytest.raises(UsageError, match=wanted):
+            runner.build_variables(made, None, "training")
+    with pytest.raises(UsageError, match=wanted):
+        shard(Forgetful(2.0), Reduction(process_set=thread_ranks(2)[0]))
 
 
 def test_a_plain_optimizer_inside_loss_scaling() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import keras
@@ -19,6 +20,7 @@ from hvdtrain.keras_internals.remote_variables import (
     in_step,
     make_step_variable,
     split_value,
+    tf_variables,
     update_where_variables_are,
 )
 from hvdtrain.strategies.parameter_server import ParameterServer
@@ -246,3 +248,81 @@ def test_threads_of_tensorflow_print_no_traceback(caplog: pytest.LogCaptureFixtu
         ("the user's", "no\nanswer")
     ]
     assert caplog.messages == ["WorkerClosureProcessingLoop-0 has ended: ValueError: no"]
+
+
+def on_servers(variable: Any, parts: int) -> None:
+    if parts > 1:
+        split_value(
+            variable, [tf.Variable(p) for p in tf.split(variable.value, parts)], tf.Variable(0.0)
+        )
+    else:
+        make_step_variable(variable)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_constraint_takes_nothing_back_of_another_workers_update(parts: int) -> None:
+    def bound(w: Any) -> Any:
+        result = keras.ops.minimum(w, 0.5)
+        for held in tf_variables(variable):
+            held.assign_add(tf.ones_like(held))  # Meanwhile, another worker.
+        return result
+
+    variable: Any = keras.Variable([[0.7], [0.5], [0.4], [0.0]])
+    variable.constraint = bound
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([variable])
+    on_servers(variable, parts)
+    update_where_variables_are(optimizer)
+    tf.function(lambda: optimizer.apply([tf.ones([4, 1])], [variable]))()
+    np.testing.assert_allclose(variable.numpy(), [[1.5], [1.4], [1.3], [0.9]], rtol=1e-6)
+    assert variable.constraint is bound
+
+
+def test_an_average_of_weights_is_changed_by_additions() -> None:
+    def averages(remote: bool) -> tuple[list[str], np.ndarray]:
+        variable: Any = keras.Variable([1.0, 2.0])
+        optimizer = keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5)
+        optimizer.build([variable])
+        if remote:
+            for one in (variable, *optimizer.variables):
+                on_servers(one, 1)
+            update_where_variables_are(optimizer)
+
+        @tf.function
+        def step(number: tf.Tensor) -> None:
+            with in_step([make_step_variable(optimizer._iterations)], [number]):
+                optimizer.apply([tf.ones([2])], [variable])
+
+        for number in range(2):
+            step(tf.constant(number, tf.int64))
+        (graph,) = [one.graph for one in step._list_all_concrete_functions()]
+        assigned = [op.type for op in graph.get_operations() if op.type == "AssignVariableOp"]
+        return assigned, optimizer._model_variables_moving_average[0].numpy()
+
+    assigned, found = averages(remote=True)
+    assert not assigned
+    plain, expected = averages(remote=False)
+    assert plain
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_prediction_keeps_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while the first of its steps is waited for."""
+    inputs: list[Any] = []
+
+    class Pending:
+        def get(self) -> int:
+            return sum(one() is not None for one in inputs)
+
+    def outputs() -> Any:
+        for _ in range(3):
+            x = np.ones((2, 1))
+            inputs.append(weakref.ref(x))
+            yield Share((x,), 2, 2, 0, 0), Pending()
+            del x
+
+    place = "hvdtrain.strategies.parameter_server.asynchronous.gather_predictions"
+    monkeypatch.setattr(place, list)
+    strategy = ParameterServer()
+    strategy._config = CONFIG
+    assert [kept for _, kept in strategy.gather(outputs())] == [0, 0, 0]

@@ -30,6 +30,7 @@ from hvdtrain.keras_internals.building import require_loss
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
 from hvdtrain.keras_internals.models import compile_like, metric_names
+from hvdtrain.keras_internals.optimizer_state import keep_state_of
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.pipeline.fitting_count import agree_on_count
 from hvdtrain.parallel.pipeline.normalized_losses import are_late
@@ -39,7 +40,7 @@ from hvdtrain.parallel.pipeline.stages import Stage, cut
 from hvdtrain.parallel.pipeline.transport import make_transport
 from hvdtrain.parallel.tensor.convert import Layers, split_model
 from hvdtrain.parallel.tensor.split_runner import SplitRunner
-from hvdtrain.parallel.whole_model import make_part
+from hvdtrain.parallel.whole_model import make_part, require_whole_optimizer
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.runner import Runner
@@ -77,13 +78,16 @@ class StageRunner(Runner):
             whole = super().build(model)
         self.stage = cut(whole, place.stage, place.mesh.pipeline, self._layout.stages)
         make_part(self.stage.model, whole)
+        optimizer = getattr(whole, "optimizer", None)
+        if optimizer is not None:
+            keep_state_of(optimizer, self.stage.model.variables)
+        compile_like(self.stage.model, whole, optimizer)
         if place.mesh.tensor > 1:
             split_model(self.stage.model, self._plan_of_stage(whole), place.tensor_set)
         for variable in self.stage.model.variables:
             initialize(variable)
         for variable in self.stage.others:
             graph_internals.release(variable)
-        compile_like(self.stage.model, whole, getattr(whole, "optimizer", None))
         return self.stage.model
 
     def inputs(self, model: keras.Model) -> list[Any]:
@@ -105,6 +109,7 @@ class StageRunner(Runner):
                 "jit_compile=True does not work with pipeline stages and micro-batches, whose passes are separate "
                 "functions: leave it out"
             )
+        require_whole_optimizer(model)
         require_loss(model, self.stage.whole, data)
         if self.stage.is_last:
             graph_internals.build_compiled(model, *self._symbolic_batch(data))

@@ -6,12 +6,14 @@ same unsplit variables. `Trainer.model` is the model with split layers; its outp
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.tensor.convert import convert
-from hvdtrain.parallel.whole_model import make_part
+from hvdtrain.parallel.whole_model import make_part, require_whole_optimizer
 from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.strategy import ModelSource
 
@@ -33,3 +35,7 @@ class SplitRunner(Runner):
         if self.position.mesh.tensor > 1:
             make_part(converted, converted)
         return converted
+
+    def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
+        require_whole_optimizer(model)
+        super().build_variables(model, data, what)

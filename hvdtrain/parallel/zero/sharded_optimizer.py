@@ -32,6 +32,7 @@ from hvdtrain.keras.loss_scaling import correct_loss_scaling
 from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
 from hvdtrain.keras_internals.corrections import outside_clusters, prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
+from hvdtrain.keras_internals.keras_files import plain_optimizer
 from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import bytes_of, tf_variable, variable_name
@@ -295,11 +296,21 @@ def ShardedOptimizer(
     Raises:
         UsageError: The optimizer needs whole variables, or is distributed already.
     """
-    return shard(optimizer, Reduction(name=name, process_set=ranks_of(process_set)))
+    return _sharded(optimizer, Reduction(name=name, process_set=ranks_of(process_set)))
 
 
 def shard(optimizer: Any, reduction: Reduction) -> Any:
-    """Shard the state of a plain Keras optimizer over the ranks of `reduction`; return `optimizer`."""
+    """Shard the state of a plain Keras optimizer over the ranks of `reduction`, for a Trainer; return `optimizer`.
+
+    Raises:
+        UsageError: As `ShardedOptimizer`; or the Trainer could not save the optimizer, which takes another one like it.
+    """
+    result = _sharded(optimizer, reduction)
+    plain_optimizer(optimizer)
+    return result
+
+
+def _sharded(optimizer: Any, reduction: Reduction) -> Any:
     inner = require_plain(optimizer)
     require_elementwise(inner, "cannot be sharded")
     if reduction.process_set.size() == 1:

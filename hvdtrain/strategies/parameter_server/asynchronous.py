@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -119,8 +120,9 @@ class ParameterServer(Strategy):
     def gather(self, outputs: Iterable[tuple[Share, Pending]]) -> Any:
         assert self._config is not None
         with server_errors(self._config):
-            # Start all predictions before waiting for the first.
-            return gather_predictions((share, pending.get()) for share, pending in list(outputs))
+            # Start all predictions before waiting for the first; their input may be larger than the memory.
+            started = [(replace(share, data=()), pending) for share, pending in outputs]
+            return gather_predictions((share, pending.get()) for share, pending in started)
 
     def save(self, model: keras.Model, path: Path) -> None:
         assert self._config is not None
