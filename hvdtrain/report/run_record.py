@@ -14,9 +14,7 @@ from typing import Any
 
 from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError
-
-LIVE_SECONDS = 60.0
-"""Maximum age of the last event of a run that counts as running."""
+from hvdtrain.event_intervals import longest_silence
 
 Values = Mapping[str, float]
 
@@ -131,7 +129,7 @@ class RunRecord:
         occurrences: Other events, in order.
         checkpoints: Number of checkpoints written.
         end: How the run ended; empty if it has not.
-        is_live: Whether the run has not ended, and wrote an event in the last LIVE_SECONDS.
+        is_live: Whether the run has not ended, and has not been silent for longer than `longest_silence`.
         clock: Time of the last event, in seconds since 1970.
         place: PassProgress in the training; None before the first step.
         other_pass: PassProgress in a validation, or in a pass outside of a training; None while it trains.
@@ -280,6 +278,9 @@ class RunReader:
         # Time of this process's first known progress, and the share of the training done by then.
         self._first: tuple[float, float] | None = None
         self._placed = 0.0  # Time when `place` was set.
+        self._slowest: float | None = (
+            None  # Seconds of this process's slowest step of late; None before its first.
+        )
         self._takers = {
             "begin": self._begin,
             "steps": self._steps,
@@ -308,7 +309,7 @@ class RunReader:
             occurrences=self.occurrences,
             checkpoints=self.checkpoints,
             end=self.end,
-            is_live=not self.end and now - self.clock < LIVE_SECONDS,
+            is_live=not self.end and now - self.clock < self._longest_silence(),
             clock=self.clock,
             place=self.place,
             other_pass=self.other_pass,
@@ -337,7 +338,7 @@ class RunReader:
             self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
         self._began, self.workers, self.epochs_planned = clock, workers, epochs
         self.end = ""
-        self.place = self.other_pass = self._first = None
+        self.place = self.other_pass = self._first = self._slowest = None
         planned = event.get("steps_per_epoch")
         self._steps_per_epoch = None if planned is None else int(planned)
         # Steps after the checkpoint are trained again.
@@ -360,6 +361,7 @@ class RunReader:
             )
         )
         self.memory = _numbers(event.get("memory", {}))
+        self._slowest = float(event.get("slowest", 0.0))
         self._train(epoch, step, self._steps_per_epoch, speed, event["values"], clock)
 
     def _pass(self, event: Mapping[str, Any], clock: float) -> None:
@@ -397,6 +399,9 @@ class RunReader:
         if self._first is None or done is None or done <= self._first[1]:
             return None
         return (self._placed - self._first[0]) / (done - self._first[1]) * max(0.0, 1 - done)
+
+    def _longest_silence(self) -> float:
+        return longest_silence(self.clock - self._began, self._slowest)
 
     def _epoch(self, event: Mapping[str, Any], clock: float) -> None:
         number = int(event["epoch"])
