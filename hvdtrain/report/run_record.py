@@ -130,7 +130,7 @@ class RunRecord:
         checkpoints: Number of checkpoints written.
         end: How the run ended; empty if it has not.
         is_live: Whether the run has not ended, and has not been silent for longer than `longest_silence`.
-        clock: Time of the last event, in seconds since 1970.
+        clock: Time of the last event, in seconds since 1970, by the clock of the host that wrote it.
         place: PassProgress in the training; None before the first step.
         other_pass: PassProgress in a validation, or in a pass outside of a training; None while it trains.
         seconds_left: Time until the end of the last epoch, at the speed so far; None if not known yet.
@@ -332,11 +332,13 @@ class RunReader:
         workers, epochs = int(event["workers"]), int(event["epochs"])
         epoch, step = int(event["epoch"]), int(event["step"])
         if self.workers:
-            self._before += max(0.0, self.clock - self._began)
+            self._before += self.clock - self._began
             with_workers = f"{workers} workers" if workers != 1 else "1 worker"
             told = f"in epoch {epoch}, at step {step} of it, with {with_workers}"
             self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
-        self._began, self.workers, self.epochs_planned = clock, workers, epochs
+        # Not the latest of all: this process may be on a host whose clock is behind.
+        self._began = self.clock = clock
+        self.workers, self.epochs_planned = workers, epochs
         self.end = ""
         self.place = self.other_pass = self._first = self._slowest = None
         planned = event.get("steps_per_epoch")

@@ -101,6 +101,15 @@ def test_a_killed_run_that_was_resumed_counts_what_it_trained_last(tmp_path: Pat
     assert (end.what, end.step) == ("end", 20)
 
 
+def test_a_restart_on_a_host_whose_clock_is_behind(tmp_path: Path) -> None:
+    run = Run(tmp_path).begin().epoch(1, loss=0.5)
+    for epoch in (2, 3):
+        run.clock -= 3_600
+        run.begin(epoch=epoch).epoch(epoch, loss=0.4)
+    assert [one.seconds for one in run.read().epochs] == [3, 7, 11]
+    assert run.read().state == "running"
+
+
 def test_a_run_without_a_checkpoint_starts_again_from_nothing(tmp_path: Path) -> None:
     found = Run(tmp_path).begin().epoch(1, loss=5.0).begin().epoch(1, loss=0.5).read()
     assert [(epoch.step, epoch.values["loss"]) for epoch in found.epochs] == [(10, 0.5)]
