@@ -6,6 +6,7 @@ If a run was killed and trained some steps again, the record holds the later one
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ class Point:
     Attributes:
         step: Number of the last step, from 1, over all epochs.
         seconds: Seconds of training so far, without the time between the processes of a run that was restarted.
-        values: Losses and metrics by name; validation's begin with "val_".
+        values: Losses and metrics by name, nan also for inf; validation's begin with "val_".
     """
 
     step: int
@@ -198,9 +199,12 @@ class RunRecord:
         return "running" if self.is_live else "ended without notice (killed?)"
 
     def metrics(self) -> list[str]:
-        """Return the names of losses and metrics, without those of validation; "loss" first."""
+        """Return the names of losses and metrics that were ever finite, without those of validation; "loss" first."""
         names = dict.fromkeys(
-            name.removeprefix("val_") for one in self.points for name in one.values
+            name.removeprefix("val_")
+            for one in self.points
+            for name, value in one.values.items()
+            if math.isfinite(value)
         )
         return sorted(names, key=lambda name: name != "loss")
 
@@ -359,7 +363,7 @@ class RunReader:
                 seconds=self._at(clock),
                 examples_per_second=speed,
                 learning_rate=None if rate is None else float(rate),
-                values=_numbers(event["values"]),
+                values=_with_nan(event["values"]),
             )
         )
         self.memory = _numbers(event.get("memory", {}))
@@ -407,7 +411,7 @@ class RunReader:
 
     def _epoch(self, event: Mapping[str, Any], clock: float) -> None:
         number = int(event["epoch"])
-        values, step = _numbers(event["values"]), self._last_step()
+        values, step = _with_nan(event["values"]), self._last_step()
         self.epochs[number] = Epoch(step, self._at(clock), values, number)
         if self.place is not None:
             self._steps_per_epoch = self._steps_per_epoch or self.place.step
@@ -444,8 +448,13 @@ class RunReader:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers; nan and inf were written as null."""
+    """Return the values that are numbers."""
     return {name: float(one) for name, one in values.items() if isinstance(one, int | float)}
+
+
+def _with_nan(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are numbers, with nan for nan and inf, which were written as null."""
+    return _numbers({name: math.nan if one is None else one for name, one in values.items()})
 
 
 def _shown(values: Mapping[str, Any]) -> dict[str, float | None]:

@@ -224,6 +224,18 @@ def test_a_chart_draws_every_run_and_says_what_it_shows(tmp_path: Path) -> None:
         assert words in shown
 
 
+def test_a_run_that_becomes_nan_shows_it(tmp_path: Path) -> None:
+    run = Run(tmp_path / "a").begin().epoch(1, loss=0.5, val_loss=0.6)
+    for number in (2, 3):
+        run.steps(number, 5, 10, loss=None)  # type: ignore[arg-type]
+        run.note("epoch", epoch=number, values={"loss": None, "val_loss": None})
+    found = run.read()
+    assert [str(epoch.values["loss"]) for epoch in found.epochs] == ["0.5", "nan", "nan"]
+    chart = metric_chart([found], "loss", STEPS)
+    assert chart.text == "a: training 0.5 to nan, validation 0.6 to nan"
+    assert page([found]).count("<td>nan</td>") == 2 + 4, "in the summary, and in two epochs"
+
+
 def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     run = Run(tmp_path, steps_per_epoch=1_000).begin(epochs=100)
     with (tmp_path / "events.jsonl").open("a") as file:
