@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -70,7 +71,7 @@ def verify(
             _run(_command(np if name == "several" else 1, controller, words), name, np, timeout)
         found = _findings(Path(folder))
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(_as_json(found), allow_nan=False))
     else:
         for line in _lines(found, np):
             click.echo(line)
@@ -145,6 +146,15 @@ def _findings(folder: Path) -> dict[str, Any]:
             for before, after, step in rows
         ],
     }
+
+
+def _as_json(value: Any) -> Any:
+    """Return `value` with None for nan and inf, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _as_json(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines(found: dict[str, Any], np: int) -> Iterator[str]:

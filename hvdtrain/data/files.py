@@ -27,7 +27,8 @@ from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.indexed import KnownSource, Slot
 from hvdtrain.data.share import ReadOptions, Share
 from hvdtrain.data.streams import global_batches
-from hvdtrain.errors import UsageError
+from hvdtrain.data.tf_data_graph import COUNTING, nodes_of_all
+from hvdtrain.errors import UsageError, warn_user
 
 RECORDS = re.compile(r"\.tfrecords?(-\d+-of-\d+)?$")
 HEADER = struct.Struct("<QI")  # length of the record, checksum of the length
@@ -35,6 +36,10 @@ FOOTER = 4  # bytes of the checksum of the record
 GZIP = b"\x1f\x8b"
 OPEN_FILES = 256
 """Maximum number of open TFRecord files; a process may have 1024 open files of all kinds."""
+STATELESS = (
+    "use the functions of tf.random and tf.image that begin with stateless_, with a seed made of the file name or the "
+    "record (tf.strings.to_hash_bucket_fast)"
+)
 COMPARED_BYTES = 4096
 """Number of bytes at the end of a file by which ranks check that they have the same file."""
 
@@ -75,8 +80,9 @@ def from_files(
         files: A path, a pattern ("images/*/*.png", in alphabetical order), or a list of paths.
         read: Function that maps the file name of one example (a scalar string tensor), or one serialized record, to x,
             (x, y) or (x, y, sample_weight) of a fixed shape. It is traced by TensorFlow, as in tf.data.Dataset.map: use
-            tf.io.read_file, tf.io.decode_png, tf.io.parse_single_example. To read in Python, write a
-            keras.utils.PyDataset instead.
+            tf.io.read_file, tf.io.decode_png, tf.io.parse_single_example. Its random numbers must depend on its
+            arguments only (tf.random.stateless_uniform); others differ with the number of workers, and checkpoints
+            refuse them. To read in Python, write a keras.utils.PyDataset instead.
         labels: Array of shape (files, ...), for files of one example each; `read` gets the label of the file as its
             second argument.
         records: Whether these are (uncompressed) TFRecord files of many examples. Default: decided by their names
@@ -118,11 +124,36 @@ class FileSource(KnownSource):
     def element(self) -> Any:
         return weighted(self._given, self.reading.class_weight, self.reading.float_dtype)
 
+    @property
+    def unrepeatable(self) -> str:  # type: ignore[override]
+        if not self._drawing:
+            return ""
+        return (
+            f"the function read of from_files draws random numbers ({self._drawing}) whose order differs from run to "
+            f"run: {STATELESS}"
+        )
+
+    def epoch(self, epoch: int, rank: int, size: int, begin: int = 0) -> Iterator[Share]:
+        if size > 1 and self._drawing:
+            warn_user(
+                f"the function read of from_files draws random numbers ({self._drawing}), other ones with {size} "
+                f"workers than with one: {STATELESS}"
+            )
+        return super().epoch(epoch, rank, size, begin)
+
+    @cached_property
+    def _drawing(self) -> str:
+        return next((node.op for node in nodes_of_all(self._empty) if node.op in COUNTING), "")
+
+    @cached_property
+    def _empty(self) -> Any:
+        """The pipeline without examples, to learn what it yields and does."""
+        return self._decoded(iter(()), 1)
+
     @cached_property
     def _given(self) -> Any:
-        dataset = self._decoded(iter(()), 1)
-        tf_dataset.require_dense(dataset, "the function read of from_files")
-        return tf_dataset.element_of(dataset, self.reading.float_dtype)
+        tf_dataset.require_dense(self._empty, "the function read of from_files")
+        return tf_dataset.element_of(self._empty, self.reading.float_dtype)
 
     @cached_property
     def _read(self) -> Callable[..., Any]:

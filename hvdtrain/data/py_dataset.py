@@ -4,6 +4,9 @@ Keras's items are batches, all equally long except the last. If an item is no lo
 (global_batch_size / workers), each rank calls `__getitem__` for its own part of them only. Items as long as the global
 batch are requested by every rank, which takes its rows. If items are not equally long, or never end, every rank
 requests all of them, in order.
+
+Items that draw random numbers, from a global generator or one that the dataset holds (`held_random`), draw them by
+seed, pass and index, on whichever rank.
 """
 
 import itertools
@@ -19,10 +22,11 @@ import numpy as np
 from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.global_random import drawing_from
+from hvdtrain.data.held_random import generators_in
 from hvdtrain.data.indexed import KnownSource, Order, Slot
 from hvdtrain.data.share import ReadOptions, Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 
 
 def is_py_dataset(value: Any) -> bool:
@@ -62,31 +66,35 @@ class Items:
         item = self.dataset[index]
         return item if isinstance(item, dict | list | tuple) else (item,)
 
-    def in_order(self, order: Iterable[int]) -> Iterator[Any]:
+    def in_order(self, order: Iterable[int], seed: tuple[int, ...]) -> Iterator[Any]:
         """Yield the items with these indices, made by the dataset's `workers` threads, never more than that many ahead.
 
         `use_multiprocessing` also means threads: to fork a process that runs TensorFlow and MPI is not safe.
-        """
-        return _ahead(self.__getitem__, order, self.dataset.workers)
 
-    def seeded_in_order(self, order: Sequence[int], seed: tuple[int, ...]) -> Iterator[Any]:
-        """As `in_order`, with random numbers that depend on `seed` and the index, not on the items made before.
-
-        So ranks that make other items draw the same numbers for an item, and afterwards, in on_epoch_end. Only if the
-        first item draws any, and does so from Python's or NumPy's global generator. With several threads, which share
-        these, it holds for the first item only, by which the ranks are compared; it is then made alone.
+        If the first item draws random numbers, from Python's or NumPy's global generator or from one that the dataset
+        holds, those of each item depend on `seed` and its index, not on the items made before. So ranks that make other
+        items draw the same numbers for an item, and afterwards, in on_epoch_end. As threads share the generators, one
+        item is made at a time then.
         """
+        held = generators_in(self.dataset)
 
         def seeded(index: int) -> Any:
-            with drawing_from(*seed, index):
+            with drawing_from(*seed, index, held=held):
                 return self[index]
 
-        with drawing_from(*seed, order[0]) as draws:
-            first, is_random = self[order[0]], draws()
-        yield first
-        workers = self.dataset.workers
-        get = seeded if is_random and workers <= 1 else self.__getitem__
-        yield from _ahead(get, order[1:], workers)
+        order = iter(order)
+        for index in itertools.islice(order, 1):
+            with drawing_from(*seed, index, held=held) as draws:
+                first, is_random = self[index], draws()
+            yield first
+            workers = self.dataset.workers
+            if is_random and workers > 1:
+                warn_user(
+                    f"the {self.name} draws random numbers in __getitem__ from a generator that its workers={workers} "
+                    "share, so its items are made one at a time: draw from np.random.default_rng([seed, epoch, index]) "
+                    "there, to make several at once"
+                )
+            yield from map(seeded, order) if is_random else _ahead(self.__getitem__, order, workers)
 
     def skip(self, epochs: int) -> None:
         """Let the dataset change as over `epochs` epochs, without making an item."""
@@ -105,7 +113,7 @@ def py_dataset_stream(items: Items, reading: ReadOptions) -> Stream:
         order: Iterable[int] = itertools.count()
         if count is not None:
             order = Order(count, reading.shuffle, reading.seed).of(number).tolist()
-        yield from items.in_order(order)
+        yield from items.in_order(order, (reading.seed, number))
         items.dataset.on_epoch_end()
 
     return Stream(
@@ -195,7 +203,7 @@ class ItemSource(KnownSource):
         """Yield the rows of each piece; an item with several consecutive pieces is requested once."""
         self.items.dataset.on_epoch_begin()
         order = [index for index, _ in itertools.groupby(piece.index for piece in pieces)]
-        found = self.items.seeded_in_order(order, seed)
+        found = self.items.in_order(order, seed)
         for index, same in itertools.groupby(pieces, key=lambda piece: piece.index):
             data = self._data(index, next(found))
             for piece in same:

@@ -74,6 +74,12 @@ DRAWING = {
     "TruncatedNormal",
 }
 """TensorFlow operations that draw random numbers from a counter of their own."""
+COUNTING = DRAWING | {
+    "AssignAddVariableOp",
+    "AssignVariableOp",
+    "RngReadAndSkip",
+}
+"""Operations whose results depend on how often they ran: also those of tf.random.Generator and of Keras's layers."""
 
 POINT = "hvdtrain_shard_point"
 """Attribute of the Dataset that is a shard point."""
@@ -160,14 +166,12 @@ def unrepeatable(dataset: Any) -> str:
         return f"{here} has deterministic=False, so the order differs from run to run: leave it out"
     parallel = getattr(dataset, "_num_parallel_calls", None) is not None
     for node in operations_of(dataset):
-        if node.op not in DRAWING:
-            continue
-        if parallel:
+        if parallel and node.op in COUNTING:
             return (
                 f"{here} draws random numbers ({node.op}) in several threads at once: leave num_parallel_calls "
                 "out, or use the functions of tf.random that begin with stateless_"
             )
-        if _is_unseeded(node.attr["seed"].i, node.attr["seed2"].i):
+        if node.op in DRAWING and _is_unseeded(node.attr["seed"].i, node.attr["seed2"].i):
             return f"{here} draws random numbers without a seed ({node.op}): set one"
     return next(filter(None, map(unrepeatable, dataset._inputs())), "")
 
@@ -181,6 +185,13 @@ def operations_of(dataset: Any) -> Iterator[Any]:
     """Yield the TensorFlow operations (NodeDef) in the functions of a Dataset, without those of its inputs."""
     for function in dataset._functions():
         yield from nodes_of(function.function.graph)
+
+
+def nodes_of_all(dataset: Any) -> Iterator[Any]:
+    """Yield the operations of a Dataset and of its inputs."""
+    yield from operations_of(dataset)
+    for source in dataset._inputs():
+        yield from nodes_of_all(source)
 
 
 def nodes_of(graph: Any) -> Iterator[Any]:

@@ -6,6 +6,7 @@ without).
 """
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from hvdtrain.data.tf_data_graph import (
 )
 from hvdtrain.errors import UsageError
 
+OF_A_CACHE = re.compile(r"([^\s']+)_\d+\.(?:lockfile|data-\S+tempstate)")
+"""Name of a file that Dataset.cache writes, in an error of TensorFlow; the first group is the user's name of it."""
 FLOATS = ("float16", "float32", "float64")
 
 
@@ -111,9 +114,25 @@ def element_of(dataset: Any, float_dtype: str) -> Any:
 
 
 def read(dataset: Any) -> Iterator[Any]:
-    """Yield the elements of a Dataset, with NumPy arrays as leaves."""
-    for element in dataset:
-        yield structures.map_leaves(lambda tensor: tensor.__array__(), element)
+    """Yield the elements of a Dataset, with NumPy arrays as leaves.
+
+    Raises:
+        UsageError: If the Dataset caches in a file that another process writes, or wrote when it was killed.
+    """
+    import tensorflow as tf
+
+    try:
+        for element in dataset:
+            yield structures.map_leaves(lambda tensor: tensor.__array__(), element)
+    except (tf.errors.AlreadyExistsError, tf.errors.NotFoundError) as error:
+        found = OF_A_CACHE.search(error.message)
+        if found is None:
+            raise
+        raise UsageError(
+            f"the tf.data.Dataset caches in the file {found[1]}, which another process writes, or wrote when it was "
+            "killed. Workers cannot write one file together: use cache() without a file name, or put the rank into "
+            f"it. If no process writes it any more, remove {found[1]}*"
+        ) from error
 
 
 def options_of(dataset: Any, threads: int | None) -> Any:

@@ -6,6 +6,7 @@ If a run was killed and trained some steps again, the record holds the later one
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,7 @@ from typing import Any
 
 from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError
-
-LIVE_SECONDS = 60.0
-"""Maximum age of the last event of a run that counts as running."""
+from hvdtrain.event_intervals import longest_silence
 
 Values = Mapping[str, float]
 
@@ -28,7 +27,7 @@ class Point:
     Attributes:
         step: Number of the last step, from 1, over all epochs.
         seconds: Seconds of training so far, without the time between the processes of a run that was restarted.
-        values: Losses and metrics by name; validation's begin with "val_".
+        values: Losses and metrics by name, nan also for inf; validation's begin with "val_".
     """
 
     step: int
@@ -131,8 +130,8 @@ class RunRecord:
         occurrences: Other events, in order.
         checkpoints: Number of checkpoints written.
         end: How the run ended; empty if it has not.
-        is_live: Whether the run has not ended, and wrote an event in the last LIVE_SECONDS.
-        clock: Time of the last event, in seconds since 1970.
+        is_live: Whether the run has not ended, and has not been silent for longer than `longest_silence`.
+        clock: Time of the last event, in seconds since 1970, by the clock of the host that wrote it.
         place: PassProgress in the training; None before the first step.
         other_pass: PassProgress in a validation, or in a pass outside of a training; None while it trains.
         seconds_left: Time until the end of the last epoch, at the speed so far; None if not known yet.
@@ -200,9 +199,12 @@ class RunRecord:
         return "running" if self.is_live else "ended without notice (killed?)"
 
     def metrics(self) -> list[str]:
-        """Return the names of losses and metrics, without those of validation; "loss" first."""
+        """Return the names of losses and metrics that were ever finite, without those of validation; "loss" first."""
         names = dict.fromkeys(
-            name.removeprefix("val_") for one in self.points for name in one.values
+            name.removeprefix("val_")
+            for one in self.points
+            for name, value in one.values.items()
+            if math.isfinite(value)
         )
         return sorted(names, key=lambda name: name != "loss")
 
@@ -280,6 +282,9 @@ class RunReader:
         # Time of this process's first known progress, and the share of the training done by then.
         self._first: tuple[float, float] | None = None
         self._placed = 0.0  # Time when `place` was set.
+        self._slowest: float | None = (
+            None  # Seconds of this process's slowest step of late; None before its first.
+        )
         self._takers = {
             "begin": self._begin,
             "steps": self._steps,
@@ -308,7 +313,7 @@ class RunReader:
             occurrences=self.occurrences,
             checkpoints=self.checkpoints,
             end=self.end,
-            is_live=not self.end and now - self.clock < LIVE_SECONDS,
+            is_live=not self.end and now - self.clock < self._longest_silence(),
             clock=self.clock,
             place=self.place,
             other_pass=self.other_pass,
@@ -331,13 +336,15 @@ class RunReader:
         workers, epochs = int(event["workers"]), int(event["epochs"])
         epoch, step = int(event["epoch"]), int(event["step"])
         if self.workers:
-            self._before += max(0.0, self.clock - self._began)
+            self._before += self.clock - self._began
             with_workers = f"{workers} workers" if workers != 1 else "1 worker"
             told = f"in epoch {epoch}, at step {step} of it, with {with_workers}"
             self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
-        self._began, self.workers, self.epochs_planned = clock, workers, epochs
+        # Not the latest of all: this process may be on a host whose clock is behind.
+        self._began = self.clock = clock
+        self.workers, self.epochs_planned = workers, epochs
         self.end = ""
-        self.place = self.other_pass = self._first = None
+        self.place = self.other_pass = self._first = self._slowest = None
         planned = event.get("steps_per_epoch")
         self._steps_per_epoch = None if planned is None else int(planned)
         # Steps after the checkpoint are trained again.
@@ -356,10 +363,11 @@ class RunReader:
                 seconds=self._at(clock),
                 examples_per_second=speed,
                 learning_rate=None if rate is None else float(rate),
-                values=_numbers(event["values"]),
+                values=_with_nan(event["values"]),
             )
         )
         self.memory = _numbers(event.get("memory", {}))
+        self._slowest = float(event.get("slowest", 0.0))
         self._train(epoch, step, self._steps_per_epoch, speed, event["values"], clock)
 
     def _pass(self, event: Mapping[str, Any], clock: float) -> None:
@@ -398,9 +406,12 @@ class RunReader:
             return None
         return (self._placed - self._first[0]) / (done - self._first[1]) * max(0.0, 1 - done)
 
+    def _longest_silence(self) -> float:
+        return longest_silence(self.clock - self._began, self._slowest)
+
     def _epoch(self, event: Mapping[str, Any], clock: float) -> None:
         number = int(event["epoch"])
-        values, step = _numbers(event["values"]), self._last_step()
+        values, step = _with_nan(event["values"]), self._last_step()
         self.epochs[number] = Epoch(step, self._at(clock), values, number)
         if self.place is not None:
             self._steps_per_epoch = self._steps_per_epoch or self.place.step
@@ -437,8 +448,13 @@ class RunReader:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers; nan and inf were written as null."""
+    """Return the values that are numbers."""
     return {name: float(one) for name, one in values.items() if isinstance(one, int | float)}
+
+
+def _with_nan(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are numbers, with nan for nan and inf, which were written as null."""
+    return _numbers({name: math.nan if one is None else one for name, one in values.items()})
 
 
 def _shown(values: Mapping[str, Any]) -> dict[str, float | None]:

@@ -6,6 +6,7 @@ Each line has "event", "time" (seconds since 1970) and further fields:
 | --- | --- | --- |
 | begin | a process begins to train | workers, epochs, steps_per_epoch, examples, host, first epoch and step |
 | steps | every second, or less often | epoch, step, seconds, learning_rate, values, steps, examples, slowest, memory |
+| validation | the first step of a validation, and as often as steps | step |
 | epoch | the end of an epoch | epoch, seconds, examples_per_second, learning_rate, values |
 | ranks | the same, with several workers | epoch, seconds of every rank in each phase |
 | checkpoint | a checkpoint was written | steps since the beginning, bytes of variables, seconds |
@@ -31,11 +32,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import HvdtrainError, warn_user
-
-INTERVAL_SECONDS = 1.0
-"""Minimum time between two "steps" events."""
-INTERVAL_SHARE = 1e-3
-"""Minimum time between two "steps" events, as a share of the time since `begin`: 100 days give 13,000 lines."""
+from hvdtrain.event_intervals import interval
 
 
 class EventLog:
@@ -57,7 +54,7 @@ class EventLog:
         self._before: Mapping[str, Any] | None = None  # The logs of the step before.
         self._began = 0.0
         self._steps = self._examples = 0
-        self._since = self._last = self._slowest = 0.0
+        self._since = self._last = self._slowest = self._validated = 0.0
 
     def begin(
         self,
@@ -135,12 +132,18 @@ class EventLog:
             self._slowest = max(self._slowest, (now - self._last) / steps)
         self._last = now
         seconds = now - self._since
-        due = max(INTERVAL_SECONDS, INTERVAL_SHARE * (now - self._began))
-        if self._steps and (last or seconds >= due):
+        if self._steps and (last or seconds >= interval(now - self._began)):
             counted = {"steps": self._steps, "examples": self._examples, "seconds": seconds}
             values = dict(logs if last or before is None else before)
             self.note("steps", **facts(), values=values, **counted, slowest=self._slowest)
             self.begin_steps()
+
+    def validate(self, step: int) -> None:
+        """Write a "validation" event after `step` steps of a validation, if it is the first or one is due."""
+        now = time.monotonic()
+        if step == 1 or now - self._validated >= interval(now - self._began):
+            self._validated = now
+            self.note("validation", step=step)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

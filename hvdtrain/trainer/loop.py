@@ -358,6 +358,7 @@ class Loop:
             callbacks.on_test_batch_begin(step)
             step_logs = self.steps.test(share)
             progress.step(1, share.global_examples, step_logs)
+            self.record.events.validate(step + 1)
             with self._shown(step_logs, share, global_batches) as shown:
                 callbacks.on_test_batch_end(step, shown)
             ended = ends is not None and ends(step + 1)

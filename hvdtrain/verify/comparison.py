@@ -190,12 +190,20 @@ def _of_logs(
 ) -> Iterator[Gap]:
     for name in {**one.logs, **several.logs}:
         value = one.logs.get(name, np.nan)
-        found = abs(several.logs.get(name, np.nan) - value)
-        explained = abs(other.logs.get(name, value) - value)
-        if found == 0 or (np.isnan(value) and np.isnan(several.logs.get(name, 0.0))):
+        found = _apart(several.logs.get(name, np.nan), value)
+        if found == 0 and name in one.logs and name in several.logs:
             continue
-        scale = max(abs(value), _SETTLED)
+        explained = _apart(other.logs.get(name, value), value)
+        scale = max(abs(value), _SETTLED) if np.isfinite(value) else 1.0
         yield Gap(name, found / scale, max(least, ROOM * explained / scale))
+
+
+def _apart(one: float, other: float) -> float:
+    """Return the distance of two numbers: 0 if both are nan or the same inf, inf if only one is such."""
+    if one == other or (np.isnan(one) and np.isnan(other)):
+        return 0.0
+    distance = abs(one - other)
+    return distance if np.isfinite(distance) else float(np.inf)
 
 
 def _over_all(start: Mapping[str, np.ndarray], one: RecordedStep, other: RecordedStep) -> float:

@@ -165,7 +165,8 @@ def _metrics(run: RunRecord, place: PassProgress, screen: Screen) -> list[list[P
 
 
 def _metric(label: str, value: float | None, values: Sequence[float], curve: int) -> list[Part]:
-    number, style = ("nan", "bad") if value is None else (f"{value:.4g}", "bold")
+    bad = value is None or math.isnan(value)
+    number, style = ("nan", "bad") if bad else (f"{value:.4g}", "bold")
     return [(f"{label} ", "dim"), (f"{number:>9}", style), (f" {sparkline(values, curve)}", "bar")]
 
 

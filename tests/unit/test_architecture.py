@@ -19,6 +19,7 @@ GROUND = {
     "adopt_options",
     "environment",
     "errors",
+    "event_intervals",
     "host_limits",
     "messages",
     "profiled_steps",

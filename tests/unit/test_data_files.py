@@ -4,7 +4,9 @@ import gzip
 import os
 import resource
 import struct
+import warnings
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -207,6 +209,42 @@ def test_more_files_of_records_than_may_be_open(folder, tmp_path):
         assert len(examples(str(tmp_path / "*.tfrecord"), record)) == 12 * 1100
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_random_numbers_that_differ_with_the_number_of_ranks(folder):
+    layer = keras.layers.RandomFlip(seed=1)
+    generator = tf.random.Generator.from_seed(1)
+
+    def made(change):
+        def read(path):
+            pixels, label = image(path)
+            return change(tf.cast(pixels, tf.float32), path), label
+
+        return make_source(
+            from_files(f"{folder}/*.png", read), global_batch_size=8, shuffle=True, seed=1
+        )
+
+    drawing = {
+        "RandomUniform": lambda x, path: tf.image.random_brightness(x, 0.5),
+        "RngReadAndSkip": lambda x, path: x + generator.normal(x.shape),
+        "AssignVariableOp": lambda x, path: layer(x, training=True),
+    }
+    for operation, change in drawing.items():
+        source = made(change)
+        assert f"draws random numbers ({operation}) whose order differs" in source.unrepeatable
+        with pytest.warns(UserWarning, match="other ones with 2 workers than with one: use the"):
+            source.epoch(0, 0, 2)
+
+    def of_the_name(x, path):
+        number = tf.strings.to_hash_bucket_fast(path, 2**31)
+        return tf.image.stateless_random_brightness(x, 0.5, tf.stack([number, 1]))
+
+    repeatable = made(of_the_name)
+    assert not repeatable.unrepeatable
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for one, same in zip(read(repeatable, 0, 2), read(repeatable, 0, 1), strict=True):
+            np.testing.assert_array_equal(one[0], same[0])
 
 
 def test_ranks_compare_what_their_files_hold(folder, tmp_path):

@@ -174,6 +174,13 @@ def test_what_another_process_cannot_read_again_is_said() -> None:
         tf.random.set_seed(1)
     at_once = {"num_parallel_calls": 2}
     assert "several threads" in reason(slices().map(drawing(seed=1), **at_once).batch(4))
+    layer = keras.layers.RandomRotation(0.1, seed=1)
+
+    def rotated(x, y):  # type: ignore[no-untyped-def]
+        return layer(tf.reshape(x, [1, 1, 1]), training=True)[0, 0], y
+
+    assert not reason(slices().map(rotated).batch(4))
+    assert "several threads" in reason(slices().map(rotated, **at_once).batch(4))
     unordered = slices().map(lambda x, y: (x, y), deterministic=False, **at_once)
     assert "deterministic=False" in reason(unordered.batch(4))
     assert "cannot be read a second time: pass the function" in reason(reordered()())

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_arrays import numbers, order, read, source
@@ -180,6 +181,93 @@ def test_items_of_other_lengths():
     late = stream(Uneven([3, 3, 3, 2, 3]), 4)
     with pytest.raises(UsageError, match=r"item 3 of the PyDataset Uneven has 2 examples, not 3"):
         list(late.epoch(0, 0, 1))
+
+
+class Augmenter:
+    """Draws from generators of its own, of all kinds, in each item, and shuffles with the first."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(1)
+        self.older = {"legacy": [np.random.RandomState(2)]}
+        self.python = random.Random(3)
+        self.keras = keras.random.SeedGenerator(4)
+        self.tensorflow = tf.random.Generator.from_seed(5)
+        self.layers = keras.Sequential([keras.layers.RandomBrightness(0.5, seed=6)])
+
+    def noise(self, shape):
+        image = self.layers(np.full((1, 2, 2, 3), 100.0, np.float32), training=True)
+        parts = [
+            self.rng.normal(size=shape),
+            self.older["legacy"][0].normal(size=shape),
+            self.python.random(),
+            keras.random.normal(shape, seed=self.keras),
+            self.tensorflow.normal(shape),
+            np.asarray(image)[0, 0, 0, 0],
+        ]
+        return sum(np.asarray(one, np.float64) * 10.0**k for k, one in enumerate(parts))
+
+
+class HoldsGenerators(Batches):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.augmenter = Augmenter()
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + self.augmenter.noise(x.shape), y
+
+    def on_epoch_end(self):
+        order = self.augmenter.rng.permutation(len(self.data[0]))
+        self.data = tuple(part[order] for part in self.data)
+
+
+@pytest.mark.filterwarnings("ignore:the PyDataset HoldsGenerators draws", "ignore:The first batch")
+@pytest.mark.parametrize("workers", [1, 3])
+def test_generators_of_the_datasets_own_draw_the_same_for_any_number_of_ranks(workers):
+    """On two ranks, and in a process that goes on in the last epoch."""
+
+    def data():
+        return stream(HoldsGenerators(32, 4, workers=workers), 8, seed=3)
+
+    def xs(source, rank, size, epochs):
+        shares = [share for epoch in epochs for share in source.epoch(epoch, rank, size)]
+        return [share.data[0] for share in shares]
+
+    alone, halves = data(), [data() for _ in range(2)]
+    expected = xs(alone, 0, 1, range(3))
+    found = [
+        np.concatenate(x)
+        for x in zip(*(xs(one, r, 2, range(3)) for r, one in enumerate(halves)), strict=True)
+    ]
+    assert len({x.tobytes() for x in expected}) == len(expected) == 12
+    np.testing.assert_array_equal(found, expected)
+    resumed = data()
+    resumed.skip([0, 1], 0, 1)
+    np.testing.assert_array_equal(xs(resumed, 0, 1, [2]), expected[8:])
+
+
+def test_threads_that_would_share_a_generator_are_told():
+    source = stream(HoldsGenerators(8, 4, workers=2), 4)
+    with pytest.warns(
+        UserWarning, match="its workers=2 share, so its items are made one at a time"
+    ):
+        list(source.epoch(0, 0, 1))
+
+
+def test_random_items_of_other_lengths_go_on_as_they_would_have():
+    class Random(Uneven):
+        rng = None
+
+        def __getitem__(self, index):
+            self.rng = self.rng or np.random.default_rng(1)
+            x, y = super().__getitem__(index)
+            return x + self.rng.normal(size=x.shape), y
+
+    undisturbed, resumed = (stream(Random([2, 3, 4]), 4) for _ in range(2))
+    expected = [share.data[0] for epoch in (0, 1) for share in undisturbed.epoch(epoch, 0, 1)][3:]
+    resumed.skip([0], 0, 1)
+    for one, same in zip(resumed.epoch(1, 0, 1), expected, strict=True):
+        np.testing.assert_array_equal(one.data[0], same)
 
 
 def test_weights_and_x_alone():

@@ -104,6 +104,20 @@ def test_every_kind_gives_the_batches_of_arrays(kind, size):
         assert_same(read(OnRanks(sources), 1, size), expected)
 
 
+def test_a_cache_file_that_another_process_writes(tmp_path):
+    """The second rank finds the first one's lockfile, and removes its files as it ends."""
+    name = f"{tmp_path}/cache"
+    first, other = (slices(20).cache(name).batch(4) for _ in range(2))
+    shares = stream(first, 8).epoch(0, 0, 2)
+    next(shares)
+    for one in (stream(other, 8).epoch(0, 1, 2), shares):
+        with pytest.raises(UsageError, match=f"caches in the file {name}, which .* put the rank"):
+            list(one)
+    (tmp_path / "cache_0.lockfile").touch()
+    with pytest.raises(UsageError, match=rf"was killed\..*remove {name}\*"):
+        read(stream(other, 8))
+
+
 class OnRanks:
     """Sources of several ranks, as one."""
 

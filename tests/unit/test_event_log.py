@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import UsageError
+from hvdtrain.report.run_record import read_run
 from hvdtrain.trainer import event_log
 from hvdtrain.trainer.event_log import EventLog
 
@@ -72,6 +73,41 @@ def test_a_long_run_writes_less_often(tmp_path: Path, monkeypatch: pytest.Monkey
         now += 60.0
         log.count(1, 1, {}, dict)
     assert 2_000 < len(lines(tmp_path / "events.jsonl")) < 6_000
+
+
+def test_no_interval_of_a_live_run_counts_as_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In ten days with steps of a minute and an hour of validation a day, after five minutes of compilation."""
+    now = 0.0
+    monkeypatch.setattr(event_log.time, "monotonic", lambda: now)
+    monkeypatch.setattr(event_log.time, "time", lambda: now)
+    log = EventLog(tmp_path / "events.jsonl")
+
+    def passes(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        assert read_run(tmp_path, now - 1e-3).state == "running", f"{now} s"
+
+    log.begin(None, workers=2, epochs=10, epoch=1, step=1)
+    passes(300.0)
+    for epoch in range(1, 11):
+        log.begin_steps()
+        for step in range(1, 24 * 60, 60):
+            for each in range(60):
+                facts = {"epoch": epoch, "step": step + each, "learning_rate": None}
+                now += 60.0
+                log.count(1, 1, {}, facts.copy)
+            passes(0.0)
+        for step in range(1, 1800):
+            now += 2.0
+            log.validate(step)
+            if step % 20 == 0:
+                passes(0.0)
+    assert read_run(tmp_path, now + 3600).state == "ended without notice (killed?)"
+    validations = [one for one in lines(tmp_path / "events.jsonl") if one["event"] == "validation"]
+    assert {one["step"] for one in validations} >= {1}
+    assert len(validations) < 3000
 
 
 def test_warnings_and_the_end_are_noted_and_warnings_shown(tmp_path: Path) -> None:

@@ -101,6 +101,15 @@ def test_a_killed_run_that_was_resumed_counts_what_it_trained_last(tmp_path: Pat
     assert (end.what, end.step) == ("end", 20)
 
 
+def test_a_restart_on_a_host_whose_clock_is_behind(tmp_path: Path) -> None:
+    run = Run(tmp_path).begin().epoch(1, loss=0.5)
+    for epoch in (2, 3):
+        run.clock -= 3_600
+        run.begin(epoch=epoch).epoch(epoch, loss=0.4)
+    assert [one.seconds for one in run.read().epochs] == [3, 7, 11]
+    assert run.read().state == "running"
+
+
 def test_a_run_without_a_checkpoint_starts_again_from_nothing(tmp_path: Path) -> None:
     found = Run(tmp_path).begin().epoch(1, loss=5.0).begin().epoch(1, loss=0.5).read()
     assert [(epoch.step, epoch.values["loss"]) for epoch in found.epochs] == [(10, 0.5)]
@@ -213,6 +222,18 @@ def test_a_chart_draws_every_run_and_says_what_it_shows(tmp_path: Path) -> None:
     shown = "".join(ET.fromstring(chart.svg).itertext())
     for words in ("a, training", "b, validation", "step"):
         assert words in shown
+
+
+def test_a_run_that_becomes_nan_shows_it(tmp_path: Path) -> None:
+    run = Run(tmp_path / "a").begin().epoch(1, loss=0.5, val_loss=0.6)
+    for number in (2, 3):
+        run.steps(number, 5, 10, loss=None)  # type: ignore[arg-type]
+        run.note("epoch", epoch=number, values={"loss": None, "val_loss": None})
+    found = run.read()
+    assert [str(epoch.values["loss"]) for epoch in found.epochs] == ["0.5", "nan", "nan"]
+    chart = metric_chart([found], "loss", STEPS)
+    assert chart.text == "a: training 0.5 to nan, validation 0.6 to nan"
+    assert page([found]).count("<td>nan</td>") == 2 + 4, "in the summary, and in two epochs"
 
 
 def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:

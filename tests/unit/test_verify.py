@@ -140,6 +140,15 @@ def test_losses_count_too() -> None:
     assert [gap.name for gap in steps[3].faults] == ["mae"]
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_loss_that_is_not_finite(value: float) -> None:
+    broken = recording(logs={3: {"loss": value}})
+    assert compare(broken, broken, broken)[3].outcome == "same"
+    for one, other in ((broken, ONE), (ONE, broken)):
+        (gap,) = compare(one, one, other)[3].faults
+        assert (gap.name, gap.found) == ("loss", np.inf)
+
+
 def test_recordings_without_steps() -> None:
     assert compare(ONE, REORDERED, Recording({}, [])) == []
 
@@ -331,6 +340,25 @@ def test_a_difference_is_told_with_its_cause(script: Path, monkeypatch: pytest.M
     stand_in(monkeypatch, runs)
     found = json.loads(CliRunner().invoke(main, ["verify", "--json", "train.py"]).stdout)
     assert (found["outcome"], found["step"], len(found["steps"])) == ("different", 2, 4)
+
+
+def test_what_is_not_finite_is_null_in_json(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(
+        monkeypatch,
+        [
+            ONE,
+            REORDERED,
+            recording({2: {"dense/bias": np.ones(3) * np.nan}}, logs={2: {"loss": np.nan}}),
+        ],
+    )
+    done = CliRunner().invoke(main, ["verify", "--json", "train.py"])
+
+    def refused(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    step = json.loads(done.stdout, parse_constant=refused)["steps"][2]
+    assert step["loss"] == [1.8, None]
+    assert {name for name, *_ in step["faults"]} == {"dense/bias", "loss"}
 
 
 def test_another_number_of_steps(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
