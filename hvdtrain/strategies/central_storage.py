@@ -8,16 +8,18 @@ whose optimizer state (or embedding tables) fits in the host's memory but not in
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.graph import make_again
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.replica_steps import ReplicaSteps, require_plain
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy
+from hvdtrain.strategies.strategy import ModelSource
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY
 
 HINT = (
@@ -84,9 +86,22 @@ class CentralStorage(ReplicaStrategy):
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self._parameter_device)
 
+    def build(self, model: ModelSource) -> keras.Model:
+        built = super().build(model)
+        self._move(built.variables)
+        return built
+
     def distribute(self, optimizer: Any) -> Any:
         require_plain(optimizer, CENTRAL_STORAGE)
+        self._move(optimizer.variables)
         return optimizer
+
+    def _move(self, variables: Iterable[keras.Variable]) -> None:
+        """Move variables to the device for all of them: the script may have made them before it had a Trainer."""
+        with self.scope():
+            for variable in variables:
+                if _short(variable.value.device) != _short(self._parameter_device):
+                    make_again(variable)
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> ReplicaSteps:
         if model.jit_compile:

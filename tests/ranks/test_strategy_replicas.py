@@ -58,6 +58,13 @@ def test_same_as_one_process(strategy: str, case: str) -> None:
     check(one(strategy, case))
 
 
+@pytest.mark.slow
+def test_a_model_that_was_made_on_another_device() -> None:
+    found = one("central-storage", "case_made_elsewhere")
+    assert found["devices"] == ["device:CPU:0"]
+    assert found["weights"] <= EXACT
+
+
 def test_a_metric_whose_states_do_not_add_up_is_named(strategy: str) -> None:
     found = complaints(strategy, "case_metrics_that_do_not_add_up")
     assert found["Counting"] == []

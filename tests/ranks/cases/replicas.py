@@ -365,6 +365,27 @@ def case_too_large_for_float16() -> dict[str, float]:
     }
 
 
+def case_made_elsewhere() -> dict[str, Any]:
+    """A model that was trained on the device of another replica before it got a Trainer (central storage)."""
+    x, y = vectors()
+    models = []
+    for device in ("CPU:0", "CPU:1"):
+        keras.utils.set_random_seed(1)
+        with tf.device(device):
+            model = vector_model()
+            model.compile(optimizers.Adam(0.01), "mse", jit_compile=False)
+            model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        models.append(model)
+    wanted, model = models
+    wanted.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    hvdtrain.Trainer(model, global_batch_size=BATCH).fit(x, y, shuffle=False, verbose=0)
+    held = [v.value.device for v in [*model.variables, *model.optimizer.variables]]
+    return {
+        "devices": sorted({device.rsplit("/", 1)[-1] for device in held}),
+        "weights": difference(weights(model), weights(wanted)),
+    }
+
+
 def case_saved_model() -> dict[str, Any]:
     """The file goes on in plain Keras and in another Trainer, with the optimizer's state; float() reads scalars."""
     x, y = vectors()
