@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -227,7 +228,7 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
             f"{folder} contains no run: {EVENTS} cannot be read ({error.strerror or error}). Pass the run_dir of a "
             "Trainer"
         ) from error
-    reader = RunReader(folder.resolve().name)
+    reader = RunReader(printable(folder.resolve().name))
     for event in events_in(lines):
         reader.take(event)
     if not reader.workers:
@@ -235,20 +236,33 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
     return replace(reader.record(now), config=_config(folder / CONFIG))
 
 
+def printable(name: str | Path) -> str:
+    """Return the name of a file or folder as text that can be written, even if its bytes are no UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
+
+
 def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the events in lines of JSON; ignore other lines."""
     for line in lines:
         try:
-            event = json.loads(line)
+            event = _loaded(line)
         except ValueError:
             continue
         if isinstance(event, dict) and isinstance(event.get("time"), int | float):
             yield event
 
 
+def _loaded(text: str) -> Any:
+    """Return JSON's value, with "?" for halves of surrogate pairs, which a name may hold but no file can."""
+    found = json.loads(text)
+    if "\\ud" not in text.lower():
+        return found
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+
+
 def _config(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = _loaded(path.read_text(errors="replace"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

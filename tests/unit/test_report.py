@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -253,6 +255,26 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     chart = metric_chart([found], "loss", STEPS)
     # A line has a point for each L in its path.
     assert chart.svg.count("L ") < 2 * MOST_POINTS + 100
+
+
+def test_names_of_every_kind(tmp_path: Path) -> None:
+    """A folder whose name is no UTF-8, a metric with half a surrogate pair, and a run that matplotlib would hide."""
+    folders = [tmp_path / os.fsdecode(name) for name in (b"run-\xff", b"_a")]
+    for folder in folders:
+        Run(folder).begin().epoch(1, **{"loss": 0.5, "f\ud800": 0.25})
+    output = tmp_path / "page.html"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for runs in (folders, folders[:1]):
+            words = [*map(os.fspath, runs), "-o", str(output)]
+            done = CliRunner().invoke(report, words, catch_exceptions=False)
+            assert done.output == f"{output}\n"
+            text = output.read_text("utf-8")
+            assert "run-\ufffd" in text and "f?" in text
+            if len(runs) > 1:
+                assert "_a, training" in text
+        done = CliRunner().invoke(report, [os.fspath(folders[0])], catch_exceptions=False)
+    assert done.output == f"{tmp_path}/run-\ufffd/report.html\n"
 
 
 def test_the_command(tmp_path: Path) -> None:
