@@ -228,7 +228,7 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
             f"{folder} contains no run: {EVENTS} cannot be read ({error.strerror or error}). Pass the run_dir of a "
             "Trainer"
         ) from error
-    reader = RunReader(printable(folder.resolve().name))
+    reader = RunReader(printable(folder.resolve().name), joins=True)
     for event in events_in(lines):
         reader.take(event)
     if not reader.workers:
@@ -273,13 +273,17 @@ class RunReader:
 
     Args:
         name: Name of the run.
+        joins: Whether another fit, after one that has ended, continues the numbers of its epochs: its log is of one
+            Trainer.
 
     Attributes:
         epochs: Ends of epochs by number. Other attributes are those of RunRecord.
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", joins: bool = False) -> None:
         self.name = name
+        self._joins = joins
+        self._epochs_before = 0  # Number of epochs of earlier fits.
         self.place: PassProgress | None = None
         self.other_pass: PassProgress | None = None
         self.memory: Mapping[str, float] = {}
@@ -339,6 +343,10 @@ class RunReader:
         """Process one event; an event with missing fields is ignored."""
         clock = float(event["time"])
         try:
+            if event.get("event") == "begin":
+                self._epochs_before = self._epochs_to_join(event)
+            if self._epochs_before and event.get("epoch") is not None:
+                event = {**event, "epoch": int(event["epoch"]) + self._epochs_before}
             take = self._takers.get(event.get("event", ""))
             if take is not None:
                 take(event, clock)
@@ -346,14 +354,20 @@ class RunReader:
             return
         self.clock = max(self.clock, clock)
 
+    def _epochs_to_join(self, event: Mapping[str, Any]) -> int:
+        """Return the number of epochs before those of the fit that begins; 0 if it counts them itself."""
+        from_first = int(event["epoch"]) == int(event["step"]) == 1
+        return max(self.epochs, default=0) if self._joins and self.end and from_first else 0
+
     def _begin(self, event: Mapping[str, Any], clock: float) -> None:
-        workers, epochs = int(event["workers"]), int(event["epochs"])
+        workers, epochs = int(event["workers"]), int(event["epochs"]) + self._epochs_before
         epoch, step = int(event["epoch"]), int(event["step"])
         if self.workers:
             self._before += self.clock - self._began
             with_workers = f"{workers} workers" if workers != 1 else "1 worker"
             told = f"in epoch {epoch}, at step {step} of it, with {with_workers}"
-            self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
+            what = "resumed" if epoch > 1 or step > 1 else "started again"
+            self._happened(clock, "another fit" if self._epochs_before else what, told)
         # Not the latest of all: this process may be on a host whose clock is behind.
         self._began = self.clock = clock
         self.workers, self.epochs_planned = workers, epochs
