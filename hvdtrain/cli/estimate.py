@@ -18,7 +18,7 @@ from hvdtrain.host_limits import TOO_LOW, memory_limit
 from hvdtrain.rank_variables import without_rank_variables
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-np", "--num-proc", "np", type=click.IntRange(1), required=True, metavar="N", help="Number of workers."
 )  # fmt: skip

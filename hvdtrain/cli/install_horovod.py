@@ -43,7 +43,7 @@ def install_horovod(
         _cannot_build(found + tools)
     wanted = recipe_for(found)
     if dry_run:
-        click.echo(build.dry_run(wanted))
+        click.echo(build.dry_run(wanted, force))
         return
     if tools and build.needs_build(wanted, force):
         _cannot_build(tools)

@@ -26,17 +26,17 @@ def report(runs: Sequence[Path], output: Path | None) -> None:
     progress. Requires matplotlib.
     """
     from hvdtrain.report.page import page
-    from hvdtrain.report.run_record import read_run
+    from hvdtrain.report.run_record import printable, read_run
 
     found = [read_run(folder) for folder in runs]
     names = [run.name for run in found]
     if len(set(names)) < len(names):
-        found = [replace(run, name=str(path)) for run, path in zip(found, runs, strict=True)]
+        found = [replace(run, name=printable(path)) for run, path in zip(found, runs, strict=True)]
     path = output or (runs[0] if len(runs) == 1 else Path()) / "report.html"
     text = page(found)
     try:
         with replacing(path) as temporary:
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise EngineError(f"{path} cannot be written: {error.strerror or error}") from error
-    click.echo(path)
+    click.echo(printable(path))

@@ -30,7 +30,7 @@ _SHOWN = 3
 """Variables named of a step that differs."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @workers(2)
 @click.option(
     "--steps", type=click.IntRange(1), default=5, show_default=True, metavar="K", help="Number of steps to compare.",

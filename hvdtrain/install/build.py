@@ -112,12 +112,19 @@ def prepare(wanted: Recipe, workspace: Workspace) -> None:
     workspace.requirements.write_text(recipe.HOROVOD_SDIST + "\n")
     workspace.cmake.write_text(recipe.cmake_launcher(wanted, workspace, horovod_folder()))
     workspace.cmake.chmod(0o755)
+    for link, target in _nccl_links(wanted, workspace).items():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+
+
+def _nccl_links(wanted: Recipe, workspace: Workspace) -> dict[Path, Path]:
+    """Return the links to NCCL's wheel that the linker needs -> what they lead to."""
     cuda = wanted.survey.cuda
-    if cuda and cuda.nccl_is_wheel:
-        (workspace.nccl / "lib").mkdir(parents=True)
-        (workspace.nccl / "include").symlink_to(cuda.nccl_home / "include")
-        for name in ("libnccl.so", "libnccl.so.2"):
-            (workspace.nccl / "lib" / name).symlink_to(cuda.nccl_home / "lib/libnccl.so.2")
+    if not (cuda and cuda.nccl_is_wheel):
+        return {}
+    library = cuda.nccl_home / "lib/libnccl.so.2"
+    links = {workspace.nccl / "lib" / name: library for name in ("libnccl.so", "libnccl.so.2")}
+    return {workspace.nccl / "include": cuda.nccl_home / "include", **links}
 
 
 def test(wanted: Recipe, log: Path) -> None:
@@ -152,26 +159,47 @@ def test(wanted: Recipe, log: Path) -> None:
         raise CommandFailed(label, ending, said.text, log)
 
 
-def dry_run(wanted: Recipe) -> str:
-    """Format the environment and the commands of the build for display."""
+def dry_run(wanted: Recipe, force: bool) -> str:
+    """Return what `install` would do, as shell commands that can be pasted."""
+    version = recipe.HOROVOD_VERSION
+    head = f"# Horovod {version} ({wanted.key})"
+    cache = WheelCache(cache_folder(os.environ))
+    kept = cache.wheels / wanted.key
+    building = _build_lines(wanted, kept)
+    if not force and installed_key() == wanted.key:
+        head += " is already installed: nothing to do. With --force:"
+    elif not force and cache.find(wanted.key) is not None:
+        head, building = f"{head} from the cache:", []
+    else:
+        head += ": build, then install:"
+    # The wheel's full name is known after the build; quotes would keep the shell from finding it.
+    install_wheel = f"{shlex.join(recipe.install_command(kept))}/horovod-{version}-*.whl"
+    return "\n".join([head, *building, shlex.join(recipe.runtime_command()), install_wheel])
+
+
+def _build_lines(wanted: Recipe, kept: Path) -> list[str]:
+    """Return the commands of `build`."""
     workspace = Workspace(Path(tempfile.gettempdir(), "hvdtrain-horovod"))
     environment = recipe.build_environment(wanted, workspace, os.environ, available_cores())
     changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
-    kept = WheelCache(cache_folder(os.environ)).wheels / wanted.key
-    launcher = recipe.cmake_launcher(wanted, workspace, horovod_folder()).splitlines()[-1]
-    return "\n".join(
-        [
-            f"# key: {wanted.key}",
-            shlex.join(recipe.tools_command(workspace)),
-            f"# {workspace.cmake}: {launcher}",
-            f"# {workspace.requirements}: {recipe.HOROVOD_SDIST}",
-            *(f"export {name}={shlex.quote(value)}" for name, value in sorted(changed.items())),
-            shlex.join(recipe.wheel_command(workspace)),
-            f"# the wheel is kept in {kept}",
-            shlex.join(recipe.runtime_command()),
-            shlex.join(recipe.install_command(kept / f"horovod-{recipe.HOROVOD_VERSION}-*.whl")),
-        ]
-    )
+    launcher = recipe.cmake_launcher(wanted, workspace, horovod_folder())
+    lines = [
+        shlex.join(["mkdir", "-p", *map(str, (workspace.temporary, kept))]),
+        f"{shlex.join(['printf', '%s', launcher])} > {shlex.quote(str(workspace.cmake))}",
+        shlex.join(["chmod", "+x", str(workspace.cmake)]),
+        f"{shlex.join(['echo', recipe.HOROVOD_SDIST])} > {shlex.quote(str(workspace.requirements))}",
+    ]
+    for link, target in _nccl_links(wanted, workspace).items():
+        lines.append(shlex.join(["mkdir", "-p", str(link.parent)]))
+        lines.append(shlex.join(["ln", "-sfn", str(target), str(link)]))
+    variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(changed.items())]
+    wheels = shlex.quote(str(workspace.wheels))
+    return [
+        *lines,
+        shlex.join(recipe.tools_command(workspace)),
+        " ".join(["env", *variables, shlex.join(recipe.wheel_command(workspace))]),
+        f"cp {wheels}/horovod-*.whl {shlex.quote(str(kept))}",
+    ]
 
 
 def horovod_folder() -> Path:

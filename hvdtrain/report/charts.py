@@ -166,7 +166,12 @@ def _line(axes: Axes, points: Sequence[tuple[float, Any]], **style: Any) -> None
         every = -(-len(points) // MOST_POINTS)
         # Keep the last point, which shows the present state of the run.
         kept = [*points[:-1:every], points[-1]]
-        axes.plot(*zip(*kept, strict=True), **style)
+        axes.plot(*zip(*kept, strict=True), **style | {"label": _shown(style.get("label"))})
+
+
+def _shown(label: str | None) -> str | None:
+    """Return a label that matplotlib shows in the legend: it leaves out those that begin with "_"."""
+    return f"\u200b{label}" if label is not None and label.startswith("_") else label
 
 
 def _told(run: RunRecord, name: str) -> str:

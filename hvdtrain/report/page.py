@@ -75,7 +75,7 @@ def _summary(runs: Sequence[RunRecord]) -> str:
                 run.name,
                 run.state,
                 run.workers,
-                f"{len(run.epochs)} of {run.epochs_planned}",
+                f"{run.epochs[-1].number if run.epochs else 0} of {run.epochs_planned}",
                 f"{run.steps:,}",
                 duration(run.seconds),
                 run.checkpoints,

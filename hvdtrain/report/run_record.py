@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -227,7 +228,7 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
             f"{folder} contains no run: {EVENTS} cannot be read ({error.strerror or error}). Pass the run_dir of a "
             "Trainer"
         ) from error
-    reader = RunReader(folder.resolve().name)
+    reader = RunReader(printable(folder.resolve().name), joins=True)
     for event in events_in(lines):
         reader.take(event)
     if not reader.workers:
@@ -235,20 +236,33 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
     return replace(reader.record(now), config=_config(folder / CONFIG))
 
 
+def printable(name: str | Path) -> str:
+    """Return the name of a file or folder as text that can be written, even if its bytes are no UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
+
+
 def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the events in lines of JSON; ignore other lines."""
     for line in lines:
         try:
-            event = json.loads(line)
+            event = _loaded(line)
         except ValueError:
             continue
         if isinstance(event, dict) and isinstance(event.get("time"), int | float):
             yield event
 
 
+def _loaded(text: str) -> Any:
+    """Return JSON's value, with "?" for halves of surrogate pairs, which a name may hold but no file can."""
+    found = json.loads(text)
+    if "\\ud" not in text.lower():
+        return found
+    return json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
+
+
 def _config(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found = _loaded(path.read_text(errors="replace"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -259,13 +273,17 @@ class RunReader:
 
     Args:
         name: Name of the run.
+        joins: Whether another fit, after one that has ended, continues the numbers of its epochs: its log is of one
+            Trainer.
 
     Attributes:
         epochs: Ends of epochs by number. Other attributes are those of RunRecord.
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", joins: bool = False) -> None:
         self.name = name
+        self._joins = joins
+        self._epochs_before = 0  # Number of epochs of earlier fits.
         self.place: PassProgress | None = None
         self.other_pass: PassProgress | None = None
         self.memory: Mapping[str, float] = {}
@@ -325,6 +343,10 @@ class RunReader:
         """Process one event; an event with missing fields is ignored."""
         clock = float(event["time"])
         try:
+            if event.get("event") == "begin":
+                self._epochs_before = self._epochs_to_join(event)
+            if self._epochs_before and event.get("epoch") is not None:
+                event = {**event, "epoch": int(event["epoch"]) + self._epochs_before}
             take = self._takers.get(event.get("event", ""))
             if take is not None:
                 take(event, clock)
@@ -332,14 +354,20 @@ class RunReader:
             return
         self.clock = max(self.clock, clock)
 
+    def _epochs_to_join(self, event: Mapping[str, Any]) -> int:
+        """Return the number of epochs before those of the fit that begins; 0 if it counts them itself."""
+        from_first = int(event["epoch"]) == int(event["step"]) == 1
+        return max(self.epochs, default=0) if self._joins and self.end and from_first else 0
+
     def _begin(self, event: Mapping[str, Any], clock: float) -> None:
-        workers, epochs = int(event["workers"]), int(event["epochs"])
+        workers, epochs = int(event["workers"]), int(event["epochs"]) + self._epochs_before
         epoch, step = int(event["epoch"]), int(event["step"])
         if self.workers:
             self._before += self.clock - self._began
             with_workers = f"{workers} workers" if workers != 1 else "1 worker"
             told = f"in epoch {epoch}, at step {step} of it, with {with_workers}"
-            self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
+            what = "resumed" if epoch > 1 or step > 1 else "started again"
+            self._happened(clock, "another fit" if self._epochs_before else what, told)
         # Not the latest of all: this process may be on a host whose clock is behind.
         self._began = self.clock = clock
         self.workers, self.epochs_planned = workers, epochs

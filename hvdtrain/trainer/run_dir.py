@@ -55,6 +55,8 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"{self._name} cannot be created: {error}") from error
+        if first_epoch == 0 and not continued and self.metrics.is_begun:
+            self.metrics.join()
         known = first_epoch > 0 or continued or self.metrics.is_begun
         if not known and (self.path / METRICS).exists():
             raise UsageError(
@@ -113,11 +115,16 @@ class EpochTable:
         self._columns: list[str] = []
         self._waiting: list[dict[str, Any]] = []
         self._warned = False
+        self._last = self._before = 0
 
     @property
     def is_begun(self) -> bool:
         """Whether this object has begun the file."""
         return bool(self._columns)
+
+    def join(self) -> None:
+        """Let another fit, which counts its epochs from 1, continue the numbers of the last one."""
+        self._before = self._last
 
     def append(self, rows: Sequence[dict[str, Any]], columns: list[str]) -> None:
         """Add the lines of one epoch.
@@ -130,7 +137,11 @@ class EpochTable:
             rows: Values by column name, one dict per line; each has "epoch", from 1.
             columns: Names of the columns.
         """
-        self._waiting += rows
+        for row in rows:
+            if "epoch" in row:
+                row = {**row, "epoch": row["epoch"] + self._before}
+                self._last = max(self._last, row["epoch"])
+            self._waiting.append(row)
         try:
             self._keep()
             known = [*dict.fromkeys([*self._columns, *columns])]

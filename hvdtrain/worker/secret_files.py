@@ -4,30 +4,41 @@ The file is in a folder with an unpredictable name, which only this user can ent
 Ranks search this user's own folders only, and ignore those that somebody else has made, whatever their names. Over
 Gloo, a rank on another host is started by an ssh command that contains its variables, which everybody on both hosts
 can read; over MPI, and on the launcher's own host, variables are not visible.
+
+The agent that delivered a file holds a lock on it, which ends with the process, however it ends. So the next delivery
+on this host removes what an agent that was killed could not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from hvdtrain.errors import HvdtrainError
 
 _PREFIX = "hvdtrain-brought-"
+_GRACE_SECONDS = 600
+"""Age from which a file must be locked: it is written before."""
 
 
 def deliver(launch_id: str, variables: Mapping[str, str], parent: Path = Path("/tmp")) -> Path:
     """Write the variables for the launch's ranks on this host; return the path of the file.
 
+    Also removes the files of this user's agents on this host that were killed.
+
     Raises:
         HvdtrainError: The file cannot be written.
     """
+    _remove_left_behind(parent)
     try:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)) / _name(launch_id)
         path.touch(mode=0o600)
@@ -37,6 +48,16 @@ def deliver(launch_id: str, variables: Mapping[str, str], parent: Path = Path("/
             f"cannot keep secret variables in {parent}: {error.strerror or error}"
         ) from error
     return path
+
+
+def hold(path: Path) -> IO[bytes]:
+    """Return a delivered file, locked until it is closed or the process ends."""
+    file = path.open("rb")
+    with contextlib.suppress(
+        OSError
+    ):  # On a file system without locks, where none is removed either.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return file
 
 
 def delivered(launch_id: str, parent: Path = Path("/tmp")) -> dict[str, str]:
@@ -50,15 +71,29 @@ def delivered(launch_id: str, parent: Path = Path("/tmp")) -> dict[str, str]:
 def withdraw(launch_id: str, parent: Path = Path("/tmp")) -> None:
     """Remove the delivered file and its folder."""
     for path in _files(launch_id, parent):
-        with contextlib.suppress(OSError):
-            path.unlink()
-            path.parent.rmdir()
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
+
+
+def _remove_left_behind(parent: Path) -> None:
+    for path in _files("*", parent):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            # Raises BlockingIOError while the agent lives.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - path.stat().st_mtime > _GRACE_SECONDS:
+                _remove(path)
 
 
 def _files(launch_id: str, parent: Path) -> Iterator[Path]:
+    """Yield the files of a launch for this host; "*": of all launches."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        if _is_private(folder) and (path := folder / _name(launch_id)).is_file():
-            yield path
+        if _is_private(folder):
+            yield from (path for path in folder.glob(_name(launch_id)) if path.is_file())
 
 
 def _name(launch_id: str) -> str:

@@ -1,7 +1,9 @@
 """What decides the wheel: its key, the build's environment and commands."""
 
 import dataclasses
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,39 @@ def test_a_horovod_that_does_not_work(
     monkeypatch.setattr(selftest, "load_command", lambda: [sys.executable, "-c", load])
     with pytest.raises(CommandFailed, match=f"(?s){message}.*The whole log: "):
         build.test(CPU, tmp_path / "log")
+
+
+def test_the_dry_run_says_what_would_happen_in_lines_that_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here with a pip that only notes its arguments, and makes the wheel."""
+    python, cache = tmp_path / "python", tmp_path / "the cache"
+    name = "horovod-0.28.1-cp311-linux_x86_64.whl"
+    python.write_text(
+        f"""#!{sys.executable}
+import pathlib, sys, zipfile
+with open({str(tmp_path / "calls")!r}, "a") as file:
+    print(sys.argv[-1], file=file)
+if "wheel" in sys.argv[4:6]:
+    folder = pathlib.Path(sys.argv[-1].partition("=")[2])
+    folder.mkdir()
+    zipfile.ZipFile(folder / {name!r}, "w").close()
+"""
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(cache))
+    wanted = with_survey(cuda=CUDA)
+    script = build.dry_run(wanted, False)
+    assert script.splitlines()[0].endswith(": build, then install:")
+    subprocess.run(["bash", "-ec", script], check=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[-1] == str(cache / "wheels" / wanted.key / name)
+    assert (tmp_path / "hvdtrain-horovod/nccl/lib/libnccl.so").is_symlink()
+    head, *lines = build.dry_run(wanted, False).splitlines()
+    assert head.endswith(" from the cache:") and len(lines) == 2
+    monkeypatch.setattr(build, "installed_key", lambda: wanted.key)
+    head, *lines = build.dry_run(wanted, False).splitlines()
+    assert head.endswith(" is already installed: nothing to do. With --force:")
+    assert lines == build.dry_run(wanted, True).splitlines()[1:]

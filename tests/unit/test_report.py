@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -99,6 +101,36 @@ def test_a_killed_run_that_was_resumed_counts_what_it_trained_last(tmp_path: Pat
         "in epoch 2, at step 6 of it, with 3 workers",
     )
     assert (end.what, end.step) == ("end", 20)
+
+
+def test_two_fits_of_one_trainer_are_one_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for first, second in ((0.5, 0.4), (0.3, 0.2)):
+        run.begin(epochs=2).epoch(1, loss=first).epoch(2, loss=second)
+        run.note("end", how="finished")
+    found = run.read()
+    assert [(one.number, one.step, one.values["loss"]) for one in found.epochs] == [
+        (1, 10, 0.5),
+        (2, 20, 0.4),
+        (3, 30, 0.3),
+        (4, 40, 0.2),
+    ]
+    assert [window.step for window in found.windows] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert all(epoch.ranks for epoch in found.epochs)
+    assert (found.epochs_planned, found.done) == (4, 1.0)
+    assert [(one.what, one.step) for one in found.occurrences] == [
+        ("end", 20),
+        ("another fit", 20),
+        ("end", 40),
+    ]
+    assert "<td>4 of 4</td>" in page([found])
+
+
+def test_a_fit_from_a_later_epoch_on_is_told_as_whole(tmp_path: Path) -> None:
+    run = Run(tmp_path).begin(epoch=4, epochs=6)
+    for number in (4, 5, 6):
+        run.epoch(number, loss=0.5)
+    assert "<td>6 of 6</td>" in page([run.read()])
 
 
 def test_a_restart_on_a_host_whose_clock_is_behind(tmp_path: Path) -> None:
@@ -253,6 +285,26 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     chart = metric_chart([found], "loss", STEPS)
     # A line has a point for each L in its path.
     assert chart.svg.count("L ") < 2 * MOST_POINTS + 100
+
+
+def test_names_of_every_kind(tmp_path: Path) -> None:
+    """A folder whose name is no UTF-8, a metric with half a surrogate pair, and a run that matplotlib would hide."""
+    folders = [tmp_path / os.fsdecode(name) for name in (b"run-\xff", b"_a")]
+    for folder in folders:
+        Run(folder).begin().epoch(1, **{"loss": 0.5, "f\ud800": 0.25})
+    output = tmp_path / "page.html"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for runs in (folders, folders[:1]):
+            words = [*map(os.fspath, runs), "-o", str(output)]
+            done = CliRunner().invoke(report, words, catch_exceptions=False)
+            assert done.output == f"{output}\n"
+            text = output.read_text("utf-8")
+            assert "run-\ufffd" in text and "f?" in text
+            if len(runs) > 1:
+                assert "_a, training" in text
+        done = CliRunner().invoke(report, [os.fspath(folders[0])], catch_exceptions=False)
+    assert done.output == f"{tmp_path}/run-\ufffd/report.html\n"
 
 
 def test_the_command(tmp_path: Path) -> None:

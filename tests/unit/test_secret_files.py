@@ -1,7 +1,10 @@
 """Secret variables for the ranks of a host: a private file, and nobody else's."""
 
+import os
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,29 @@ def test_from_delivery_to_withdrawal(tmp_path: Path) -> None:
     withdraw("two", tmp_path)
     assert list(tmp_path.iterdir()) == []
     withdraw("two", tmp_path)
+
+
+def test_what_a_killed_agent_has_left_is_removed(tmp_path: Path) -> None:
+    """With the next delivery; not what an agent that lives, or has just begun, has written."""
+    agent = (
+        "import sys, time; from pathlib import Path; from hvdtrain.worker.secret_files import deliver, hold\n"
+        "kept = hold(deliver('killed', {'API_KEY': 'hush'}, Path(sys.argv[1]))); print(kept.name, flush=True)\n"
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", agent, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    killed = Path(process.stdout.readline().strip())
+    new = deliver("new", {}, tmp_path)
+    os.utime(killed, (0, 0))
+    deliver("another", {}, tmp_path)
+    assert killed.exists()
+    process.kill()
+    process.communicate()
+    deliver("third", {}, tmp_path)
+    assert not killed.parent.exists()
+    assert new.exists()
 
 
 def test_what_others_have_made_is_not_looked_at(tmp_path: Path) -> None:

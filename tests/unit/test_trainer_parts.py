@@ -244,6 +244,16 @@ def test_the_lock_of_a_fit(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.csv").read_text().split()) == 2
 
 
+def test_another_fit_continues_the_numbers_of_the_epochs(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    for _ in range(2):
+        run_dir.begin(0)
+        for epoch in (1, 2):
+            run_dir.metrics.append([{"epoch": epoch, "loss": 0.5}], ["epoch", "loss"])
+    table = (tmp_path / "metrics.csv").read_text().split()
+    assert table == ["epoch,loss", "1,0.5", "2,0.5", "3,0.5", "4,0.5"]
+
+
 def test_a_table_of_another_program_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("step,loss\n1,2\n")

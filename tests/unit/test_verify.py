@@ -328,6 +328,13 @@ def test_the_command(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["-np" in argv for argv in commands] == [False, False, True]
 
 
+@pytest.mark.parametrize("name", ["verify", "estimate"])
+def test_a_mistyped_option_is_not_taken_for_the_script(script: Path, name: str) -> None:
+    done = CliRunner().invoke(main, [name, "-np", "2", "--jsom", "train.py"])
+    assert done.exit_code == 2
+    assert "No such option '--jsom'. Did you mean '--json'?" in done.stderr
+
+
 def test_a_difference_is_told_with_its_cause(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = [ONE, REORDERED, recording({2: {RATE: np.array(0.02), "dense/kernel": KERNEL}})]
     stand_in(monkeypatch, runs)

@@ -12,7 +12,7 @@ import socket
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hvdtrain import __version__
 from hvdtrain.environment import LAUNCH_ID
@@ -35,7 +35,7 @@ from hvdtrain.rank_variables import without_rank_variables
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.host_processes import HostProcesses
 from hvdtrain.start.parts.rank_watch import RankWatch
-from hvdtrain.worker.secret_files import deliver, withdraw
+from hvdtrain.worker.secret_files import deliver, hold, withdraw
 
 SILENCE_SECONDS = 30.0
 """A supervisor silent for longer is gone or cut off; a shorter silence may be a slow network."""
@@ -84,6 +84,7 @@ class Agent:
         self._stopped = StoppedPrograms()
         self._greeting: Greeting | None = None
         self._gpus: tuple[str, ...] = ()
+        self._secrets: IO[bytes] | None = None
         self._orders = Lines(longest=LONGEST_ORDER)
 
     def serve(self) -> None:
@@ -180,7 +181,7 @@ class Agent:
         self._gpus = visible_gpus(os.environ) if greeting.processes else ()
         try:
             if greeting.secrets:
-                deliver(self._launch_id, greeting.secrets)
+                self._secrets = hold(deliver(self._launch_id, greeting.secrets))
         except HvdtrainError as error:
             _tell(problem=str(error))
             return
