@@ -10,6 +10,7 @@ the values). If positions are looked up for each example, they make as many slic
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -19,8 +20,8 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator, Max, Min
 from hvdtrain.keras_internals.corrections import outside_clusters
 
-Run: TypeAlias = tuple[int, int]
-"""Consecutive indices: the first one, and their number."""
+Rows: TypeAlias = tuple[int, ...]
+"""The indices of slices."""
 
 _ONLY_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 _OTHER_ON_EACH_RANK = ("Iterator", "PyFunc", "EagerPyFunc", "Random", "Stateless", "Multinomial")
@@ -160,18 +161,20 @@ def _captured(placeholder: tf.Tensor) -> Any:
     return None
 
 
-def index_range(indices: Any) -> Run | None:
-    """Return (first, count) of two or more consecutive indices; otherwise None. Outside of graphs."""
-    values = np.asarray(indices)
-    if values.size < 2 or (np.diff(values) != 1).any():
-        return None
-    return int(values[0]), int(values.size)
+def are_made_once(slices: tf.IndexedSlices) -> bool:
+    """Whether slices are made once for a batch; in a graph for any number of examples, of otherwise known shapes."""
+    return not follows_data(slices.indices) and _are_made_once(slices.indices) is True
 
 
-def add_slices(one: tf.IndexedSlices, other: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Return the sum of the gradients of two parts of a batch, as the slices of one batch. Outside of graphs."""
-    run = index_range(one.indices)
-    if run is not None and run == index_range(other.indices):
+def add_slices(one: tf.IndexedSlices, other: tf.IndexedSlices, once: bool) -> tf.IndexedSlices:
+    """Return the sum of the gradients of two parts of a batch, as the slices of one batch.
+
+    Args:
+        one: Gradient of one part.
+        other: Gradient of the other.
+        once: Whether they are made once for a batch (`are_made_once`); then the parts have the same indices.
+    """
+    if once:
         return tf.IndexedSlices(one.values + other.values, one.indices, one.dense_shape)
     return tf.IndexedSlices(
         tf.concat([one.values, other.values], axis=0),
@@ -180,23 +183,31 @@ def add_slices(one: tf.IndexedSlices, other: tf.IndexedSlices) -> tf.IndexedSlic
     )
 
 
-def common_index_ranges(
-    slices: Mapping[int, tf.IndexedSlices], ranks: Communicator
-) -> dict[int, Run]:
-    """Return the index runs that are the same on all ranks, by the keys of `slices`. A collective, outside of graphs.
+def common_indices(slices: Mapping[int, tf.IndexedSlices], ranks: Communicator) -> dict[int, Rows]:
+    """Return the indices that are the same on all ranks, by the keys of `slices`. A collective, outside of graphs.
 
     Args:
         slices: Gradients of this rank, with the same keys on all ranks.
         ranks: Ranks to compare.
     """
-    mine = [index_range(one.indices) or (-1, 0) for one in slices.values()]
-    if not mine:
+    if not slices:
         return {}
-    numbers = np.array(mine, np.int64)
-    both = np.stack([numbers, -numbers])
-    largest, least = ranks.allreduce(both, "hvdtrain_runs_of_indices", Max).numpy()
-    same = (largest == -least).all(axis=1) & (numbers[:, 1] > 0)
-    return {key: run for key, run, alike in zip(slices, mine, same, strict=True) if alike}
+    mine = {key: tuple(one.indices.numpy().tolist()) for key, one in slices.items()}
+    digests = np.array([_digest(rows) for rows in mine.values()])
+    both = np.stack([digests, -digests])
+    largest, least = ranks.allreduce(both, "hvdtrain_rows_made_once", Max).numpy()
+    alike = zip(mine.items(), largest == -least, strict=True)
+    return {key: rows for (key, rows), same in alike if same}
+
+
+def _digest(rows: Rows) -> int:
+    found = hashlib.blake2b(np.array(rows, np.int64).tobytes(), digest_size=8).digest()
+    return int.from_bytes(found, "big") >> 2  # Fits int64, also negated.
+
+
+def _is_run(indices: np.ndarray) -> bool:
+    """Whether there are two or more indices, and they are consecutive."""
+    return indices.size > 1 and bool((np.diff(indices) == 1).all())
 
 
 def _behind_each_other(
@@ -216,4 +227,4 @@ def _run_of_all(gathered: tf.Tensor, ranks: Communicator) -> int:
     if rest or count < 2:
         return 0
     rows = tf.reshape(gathered, [ranks.size(), count]).numpy()
-    return count if (rows == rows[0]).all() and index_range(rows[0]) is not None else 0
+    return count if (rows == rows[0]).all() and _is_run(rows[0]) else 0

@@ -12,7 +12,7 @@ from keras import layers, ops
 from thread_ranks import run_ranks, thread_ranks
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.sparse import add_slices, common_index_ranges, follows_data, sum_slices
+from hvdtrain.collectives.sparse import add_slices, common_indices, follows_data, sum_slices
 
 POSITIONS = np.arange(3)
 
@@ -236,26 +236,29 @@ def slices_at(indices: list[int]) -> tf.IndexedSlices:
 
 
 @pytest.mark.parametrize(
-    "one, other, indices, values",
+    "one, other, once, indices, values",
     [
-        ([2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 4, 6]),
-        ([2, 4], [2, 4], [2, 4, 2, 4], [1, 2, 1, 2]),
-        ([2, 3], [3, 4], [2, 3, 3, 4], [1, 2, 1, 2]),
-        ([5], [5], [5, 5], [1, 1]),
+        ([2, 3, 4], [2, 3, 4], True, [2, 3, 4], [2, 4, 6]),
+        ([5, 2, 5], [5, 2, 5], True, [5, 2, 5], [2, 4, 6]),
+        # Each part is one example, which has all of its positions.
+        ([2, 3], [2, 3], False, [2, 3, 2, 3], [1, 2, 1, 2]),
+        ([2, 4], [2, 4], False, [2, 4, 2, 4], [1, 2, 1, 2]),
+        ([2, 3], [3, 4], False, [2, 3, 3, 4], [1, 2, 1, 2]),
+        ([5], [5], False, [5, 5], [1, 1]),
     ],
 )
-def test_slices_of_two_parts(one: Any, other: Any, indices: Any, values: Any) -> None:
-    total = add_slices(slices_at(one), slices_at(other))
+def test_slices_of_two_parts(one: Any, other: Any, once: bool, indices: Any, values: Any) -> None:
+    total = add_slices(slices_at(one), slices_at(other), once)
     assert total.indices.numpy().tolist() == indices
     assert total.values.numpy().ravel().tolist() == values
 
 
-def test_runs_that_all_ranks_have() -> None:
-    """Of four tables: all ranks look up the same run, other runs, no run, the same run but for its length."""
-    mine = [[[0, 1, 2], [0, 1], [0, 2], [4, 5]], [[0, 1, 2], [1, 2], [0, 2], [4, 5, 6]]]
+def test_indices_that_all_ranks_have() -> None:
+    """Of four tables: all ranks look up the same rows, other rows, the same pairs, the same rows but for one."""
+    mine = [[[0, 1, 2], [0, 1], [2, 0, 2], [4, 5]], [[0, 1, 2], [1, 2], [2, 0, 2], [4, 5, 6]]]
 
     def run(ranks: Communicator) -> Any:
         slices = {10 + n: slices_at(each) for n, each in enumerate(mine[ranks.rank()])}
-        return common_index_ranges(slices, ranks)
+        return common_indices(slices, ranks)
 
-    assert run_ranks(thread_ranks(2), run) == [{10: (0, 3)}] * 2
+    assert run_ranks(thread_ranks(2), run) == [{10: (0, 1, 2), 12: (2, 0, 2)}] * 2

@@ -11,8 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.collectives.sparse import Run
+from hvdtrain.collectives.sparse import Rows, are_made_once
 from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch
 from hvdtrain.parallel.pipeline.normalized_losses import ForwardResult, LateLosses
 from hvdtrain.parallel.pipeline.stage_messages import tensors_of
@@ -68,23 +69,44 @@ class Passes:
         """Like `late_train`, without a loss to differentiate."""
         return self._call_late(self._late_test_pass, made, totals, part)
 
-    def apply(self, gradients: list[Any], runs: Mapping[int, Run]) -> None:
+    def rows_made_once(self, received: list[Any], x: Any) -> frozenset[int]:
+        """Return the indices of the trainable variables whose rows are looked up once, for all examples of a batch.
+
+        Args:
+            received: A tf.TensorSpec for each tensor received, for any number of examples.
+            x: Likewise, for the whole model's inputs.
+        """
+        variables = [tf_variable(v) for v in self._stage.model.trainable_variables]
+        found: list[int] = []
+
+        def forward(received: list[Any], x: Any) -> None:
+            with tf.GradientTape() as tape:
+                made = tf.nest.flatten(self._run(received, x, training=True))
+            targets = [t for t in made if t is not None and t.dtype.is_floating]
+            for place, gradient in enumerate(tape.gradient(targets, variables)):
+                if isinstance(gradient, tf.IndexedSlices) and are_made_once(gradient):
+                    found.append(place)
+
+        tf.function(forward, autograph=False).get_concrete_function(received, x)
+        return frozenset(found)
+
+    def apply(self, gradients: list[Any], rows: Mapping[int, Rows]) -> None:
         """Reduce a step's gradients and update the weights.
 
         Args:
             gradients: One for each of the model's trainable variables; None where there is none.
-            runs: Runs of rows of the sparse gradients whose rows are the same on all ranks, by index in `gradients`.
+            rows: Rows of the sparse gradients that are made once, the same on all ranks, by index in `gradients`.
         """
         variables = self._stage.model.trainable_variables
         present = tuple(place for place, g in enumerate(gradients) if g is not None)
 
         def update(found: list[Any]) -> None:
-            known = [_with_run(g, runs.get(p)) for g, p in zip(found, present, strict=True)]
+            known = [_with_rows(g, rows.get(p)) for g, p in zip(found, present, strict=True)]
             self._stage.model.optimizer.apply_gradients(
                 zip(known, [variables[p] for p in present], strict=True)
             )
 
-        function = self._function(("apply", present, tuple(runs.items())), update)
+        function = self._function(("apply", present, tuple(rows.items())), update)
         function([gradients[p] for p in present])
 
     def _call(self, run: Callable[..., Any], received: list[Any], part: MicroBatch) -> Any:
@@ -193,13 +215,12 @@ class Passes:
         return function
 
 
-def _with_run(gradient: Any, run: Run | None) -> Any:
+def _with_rows(gradient: Any, rows: Rows | None) -> Any:
     """Return sparse gradients with static row indices, if these are known, instead of indices passed as arguments."""
-    if run is None:
+    if rows is None:
         return gradient
-    first, count = run
-    values = tf.ensure_shape(gradient.values, [count, *gradient.values.shape[1:]])
-    indices = tf.range(first, first + count, dtype=gradient.indices.dtype)
+    values = tf.ensure_shape(gradient.values, [len(rows), *gradient.values.shape[1:]])
+    indices = tf.constant(rows, gradient.indices.dtype)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 

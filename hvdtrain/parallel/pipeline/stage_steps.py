@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.idle_ranks import take_over
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
-from hvdtrain.collectives.sparse import add_slices, common_index_ranges
+from hvdtrain.collectives.sparse import add_slices, common_indices
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import warn_user
@@ -62,9 +62,15 @@ class LastStageMetrics:
 
 @dataclass(frozen=True)
 class _Open:
-    """A forward pass that waits for its backward pass; `found` is the last stage's logs, or `ForwardResult`."""
+    """A forward pass that waits for its backward pass.
+
+    Attributes:
+        received: A tf.TensorSpec for each tensor received, for any number of examples.
+        found: The last stage's logs, or `ForwardResult`.
+    """
 
     tape: tf.GradientTape
+    received: list[tf.TensorSpec]
     sources: list[Any]
     sent: list[Any]
     losses: list[Any]
@@ -100,6 +106,7 @@ class PipelineSteps:
         self._names = list(measured.names)
         self._share = tf.Variable(1.0, trainable=False)
         self._schedule = all_forward_then_backward if measured.late else one_forward_one_backward
+        self._once: frozenset[int] | None = None  # Rows made once; None: no gradient is sparse yet.
         self._late: LateLosses | None = None
         if stage.is_last and measured.late:
             self._late = LateLosses(stage, ranks)
@@ -217,10 +224,13 @@ class PipelineSteps:
                 gradients, logs = self._train_backward(
                     number, parts[number], opened, logs, number == last
                 )
+                if self._once is None and _sparse(gradients):
+                    x = _of_any_batch(parts[number].data[0]) if stage.own_inputs else None
+                    self._once = self._passes.rows_made_once(opened.received, x)
                 if total is None:
                     total = gradients
                 else:
-                    _add(total, gradients)
+                    _add(total, gradients, self._once or frozenset())
                 # Free the memory before the next micro-batch allocates its own.
                 del gradients, opened
             self._apply(total or [])
@@ -239,7 +249,7 @@ class PipelineSteps:
             self._exchange.send_forward(sent, part.size)
         places = [c.differentiable and not mask for c, mask in tensors_of(self._stage.sent)]
         kept = [t for t, has_gradient in zip(sent, places, strict=True) if has_gradient]
-        return _Open(tape, sources, kept, losses, found)
+        return _Open(tape, _of_any_batch(received), sources, kept, losses, found)
 
     def _with_late_loss(self, opened: _Open, totals: Any, part: MicroBatch) -> _Open:
         """Compute the loss of a micro-batch after its forward pass, under the same tape."""
@@ -276,12 +286,12 @@ class PipelineSteps:
 
     def _apply(self, gradients: list[Any]) -> None:
         """Update the weights; sparse gradients with the same rows on all ranks are summed without a gather."""
-        sparse = {p: g for p, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
-        runs = common_index_ranges(sparse, self._ranks)
+        once = {p: g for p, g in _sparse(gradients).items() if p in (self._once or ())}
+        rows = common_indices(once, self._ranks)
         variables = self._stage.model.trainable_variables
-        once = frozenset(id(tf_variable(variables[place])) for place in runs)
-        with in_step(replace(self._step, once=once)):
-            self._passes.apply(gradients, runs)
+        known = frozenset(id(tf_variable(variables[place])) for place in rows)
+        with in_step(replace(self._step, once=known)):
+            self._passes.apply(gradients, rows)
 
     def _own_logs(self) -> np.ndarray:
         """Return what a stage before the last adds to the logs: its weight penalties, which are part of the loss."""
@@ -320,11 +330,20 @@ def _none_asked(divisor: tf.Tensor) -> tf.Tensor:
     raise AssertionError("a loss divides by what was not known to be needed")
 
 
-def _add(total: list[Any], gradients: list[Any]) -> None:
-    """Add `gradients` to `total`, releasing them one by one to save memory."""
+def _of_any_batch(tensors: Any) -> Any:
+    """Return a tf.TensorSpec for each tensor in a structure, for any number of examples."""
+    return tf.nest.map_structure(lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), tensors)
+
+
+def _sparse(gradients: list[Any]) -> dict[int, tf.IndexedSlices]:
+    return {p: g for p, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
+
+
+def _add(total: list[Any], gradients: list[Any], once: frozenset[int]) -> None:
+    """Add `gradients` to `total`, releasing them one by one to save memory; `once`: see `Passes.rows_made_once`."""
     for place, gradient in enumerate(gradients):
         gradients[place] = None
         if isinstance(gradient, tf.IndexedSlices):
-            total[place] = add_slices(total[place], gradient)
+            total[place] = add_slices(total[place], gradient, place in once)
         elif gradient is not None:
             total[place] = total[place] + gradient
