@@ -28,8 +28,9 @@ def deferred_variables_of(least: int = MIN_DEFERRED_ELEMENTS) -> Iterator[list[A
     """Create Keras variables without values in this block; yield the list of these variables.
 
     Their shapes, dtypes, names and initializers are as usual, so that `initialize` gives a variable the value that it
-    would have had, and `keep_part` reduces it to a part. A variable that is assigned in the block gets that value. The
-    caller must handle all variables in the list before the model is used.
+    would have had, and `keep_part` reduces it to a part. A variable that is assigned in the block gets that value; one
+    that is read there, as by an optimizer that is built, gets its initial value. The caller must handle all variables
+    in the list before the model is used.
 
     Args:
         least: Variables with fewer elements get their values at once.
@@ -38,6 +39,7 @@ def deferred_variables_of(least: int = MIN_DEFERRED_ELEMENTS) -> Iterator[list[A
     initialize_now = variable_class._initialize_with_initializer
     initialize_deferred = variable_class._deferred_initialize
     assign_directly = variable_class._direct_assign
+    plain_value = variable_class.value
     waiting: list[Any] = []
 
     def waits(variable: Any) -> bool:
@@ -64,12 +66,21 @@ def deferred_variables_of(least: int = MIN_DEFERRED_ELEMENTS) -> Iterator[list[A
             self._initialize(tf.cast(value, self._dtype))
         self._initializer = None
 
+    def value(self: Any) -> Any:
+        if is_deferred(self) and not backend.in_stateless_scope():
+            with tf.init_scope():
+                initialize_now(self, self._initializer)
+            self._initializer = None
+        return plain_value.fget(self)
+
+    variable_class.value = property(value)
     variable_class._initialize_with_initializer = _initialize_with_initializer
     variable_class._deferred_initialize = _deferred_initialize
     variable_class._direct_assign = _direct_assign
     try:
         yield waiting
     finally:
+        variable_class.value = plain_value
         variable_class._initialize_with_initializer = initialize_now
         variable_class._deferred_initialize = initialize_deferred
         variable_class._direct_assign = assign_directly

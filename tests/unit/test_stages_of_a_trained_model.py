@@ -33,7 +33,9 @@ def trained(optimizer: Any) -> keras.Model:
     return model
 
 
-def stages(make: Any, tensor: int = 1, **split: str) -> list[keras.Model]:
+def stages(
+    make: Any, tensor: int = 1, as_function: bool = False, **split: str
+) -> list[keras.Model]:
     """The models of all ranks of two stages, made one after the other; no rank talks to another."""
     mesh = Mesh(1, tensor=tensor, pipeline=2)
     layout = Layout(mesh, split, stages=["second"])
@@ -41,7 +43,7 @@ def stages(make: Any, tensor: int = 1, **split: str) -> list[keras.Model]:
     for stage in range(2):
         for group in thread_ranks(tensor):
             here = SimpleNamespace(mesh=mesh, stage=stage, tensor_set=group)
-            models.append(StageRunner(layout, here).build(make()))
+            models.append(StageRunner(layout, here).build(make if as_function else make()))
     return models
 
 
@@ -86,11 +88,12 @@ def name_of(variable: Any) -> str:
     return "/".join(variable.path.split("/")[-2:])
 
 
-def test_stages_train_on_as_the_whole_model_does(tmp_path: Any) -> None:
+@pytest.mark.parametrize("as_function", [False, True])
+def test_stages_train_on_as_the_whole_model_does(tmp_path: Any, as_function: bool) -> None:
     path = tmp_path / "trained.keras"
     whole = trained(optimizers.Adam(0.1))
     whole.save(path)
-    models = stages(lambda: keras.models.load_model(path))
+    models = stages(lambda: keras.models.load_model(path), as_function=as_function)
     gradients = {name_of(v): np.full(v.shape, 0.1, "float32") for v in whole.trainable_variables}
     for model in (whole, *models):
         variables = model.trainable_variables
