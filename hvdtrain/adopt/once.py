@@ -87,4 +87,5 @@ def _of_rank_0(work: Callable[[], str]) -> str:
 def _built_in(error: Exception) -> type:
     """Return the most special built-in type of an error that takes a message, and no more."""
     kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-    return next(kind for kind in kinds if not issubclass(kind, UnicodeDecodeError))
+    others = (UnicodeError, BaseExceptionGroup)
+    return next(kind for kind in kinds if not issubclass(kind, others))

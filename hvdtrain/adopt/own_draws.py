@@ -36,4 +36,4 @@ def own_draws(model: keras.Model, trainer: Trainer, rank: Rank) -> Iterator[None
     except BaseException:
         assign(seeds, before)
         raise
-    copy_variables(seeds, 0, ALL_RANKS)
+    copy_variables(seed_variables(model), 0, ALL_RANKS)  # Also those that the fit has created.

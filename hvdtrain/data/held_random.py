@@ -60,6 +60,8 @@ def _found(value: Any, depth: int, seen: set[int]) -> Iterator[HeldGenerator]:
 
 def _parts(value: Any) -> list[Any]:
     keras = sys.modules.get("keras")
+    if keras is not None and isinstance(value, keras.Model) and value.compiled:
+        return []  # The model that is trained: its seeds are not the data's.
     if keras is not None and isinstance(value, keras.Layer):
         return [one for one in value.variables if "seed_generator_state" in one.path]
     if isinstance(value, dict | list | tuple):

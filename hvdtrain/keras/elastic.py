@@ -97,8 +97,15 @@ class TensorFlowState(ObjectState):
         """Forget names that new workers do not know: a fit in on_reset callbacks must not wait for them."""
         name_by_places([], [])
 
+    def take_places(self) -> None:
+        """Name collectives by the places in the state, which all workers have: after a sync, or if nobody joined."""
+        name_by_places(self._names(), self.variables)
+
+    def _names(self) -> list[InstanceName]:
+        return []
+
     def _broadcast(self) -> None:
-        name_by_places([], self.variables)
+        self.take_places()
         broadcast_variables(self.variables)
 
     def _read(self) -> list[np.ndarray]:
@@ -150,9 +157,12 @@ class KerasState(TensorFlowState):
         super().reset()
         self.model.train_function = self.model.test_function = None
 
-    def _broadcast(self) -> None:
+    def take_places(self) -> None:
         self.reset()
-        name_by_places(self._names(), self.variables)
+        super().take_places()
+
+    def _broadcast(self) -> None:
+        self.take_places()
         with_seeds = [
             *replicated_variables(self.model, self._given),
             *seed_variables(self.model),
@@ -198,6 +208,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def attempt(state: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(state, TensorFlowState):
+            state.take_places()  # Horovod makes no sync if workers have only left.
         with _horovod_errors():
             return func(state, *args, **kwargs)
 

@@ -18,6 +18,7 @@ from keras import callbacks as kc
 
 from hvdtrain.collectives.communicator import Adasum, Average, Communicator, Sum
 from hvdtrain.collectives.consistency import any_rank, require_alike, require_equal
+from hvdtrain.collectives.error_feedback import Lossy
 from hvdtrain.collectives.gradient_accumulation import common_accumulators, share_accumulators
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.tensor_names import is_named_by_places
@@ -106,12 +107,15 @@ def _arguments(optimizers: Sequence[Any]) -> dict[str, Any]:
     ops = {Average: "Average", Sum: "Sum", Adasum: "Adasum"}
     return {
         "op": [ops[one.op] for one in reductions],
-        "compression": [
-            getattr(one.compression, "__name__", one.compression) for one in reductions
-        ],
+        "compression": [_name_of(one.compression) for one in reductions],
         "gradient_accumulation_steps": [one.gradient_accumulation_steps for one in inner],
         "average_aggregated_gradients": [one.postscale_factor == 1.0 for one in reductions],
     }
+
+
+def _name_of(compression: Any) -> str:
+    known = compression if isinstance(compression, Lossy | type) else type(compression)
+    return getattr(known, "__name__", str(known))
 
 
 def _agree(

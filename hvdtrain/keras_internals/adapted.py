@@ -63,14 +63,13 @@ def adapted_statistics(model: keras.Model) -> dict[str, list[float | str]]:
     Without those of layers that are not adapted: a rank may leave that to another, and get its variables.
     """
     found: dict[str, list[float | str]] = {}
-    for layer in model._flatten_layers():
-        if not isinstance(layer, keras.layers.Normalization) or layer.input_mean is not None:
-            continue
-        if not layer.built:
+    layers = [one for one in model._flatten_layers() if isinstance(one, keras.layers.Normalization)]
+    for number, layer in enumerate(layers):
+        if layer.input_mean is not None or not layer.built:
             continue
         mean, variance = (np.ravel(v.numpy()) for v in (layer.adapt_mean, layer.adapt_variance))
         if mean.any() or (variance != 1).any():
-            name = f"the mean and variance {len(found)} of {re.sub(r'_[0-9]+$', '', layer.name)!r}"
+            name = f"the mean and variance {number} of {re.sub(r'_[0-9]+$', '', layer.name)!r}"
             found[name] = [float(number) for one in (mean, variance) for number in _sample(one)]
     return found
 

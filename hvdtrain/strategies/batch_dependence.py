@@ -117,7 +117,8 @@ def _mixes_examples(call: Call) -> bool:
         return False  # Of something else than examples.
     axes = getattr(call.operation, "axis", None)
     axes = axes if isinstance(axes, list | tuple) else [axes]
-    first = {0, -len(call.inputs[0].shape)}
+    # Negative axes count from the end of the larger one: ExpandDims and Stack add an axis, reductions remove some.
+    first = {0, -max(len(tensor.shape) for tensor in (*call.inputs, *call.outputs))}
     lost = any(not tensor.shape or tensor.shape[0] for tensor in call.outputs)
     return lost or not first.isdisjoint(axes)
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals.graph import make_again
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.replica_steps import ReplicaSteps, require_plain
@@ -88,7 +88,14 @@ class CentralStorage(ReplicaStrategy):
 
     def build(self, model: ModelSource) -> keras.Model:
         built = super().build(model)
-        self._move(built.variables)
+        if self._move(built.variables):
+            built.train_function = built.test_function = built.predict_function = None
+            warn_user(
+                f"strategy {CENTRAL_STORAGE}: the model was made on another device than "
+                f"{self._parameter_device}, and has been moved there. Functions that were compiled before, such as "
+                "predict of another model with its layers, keep the old weights: pass the Trainer a function that "
+                "builds it, Trainer(build_model, ...)"
+            )
         return built
 
     def distribute(self, optimizer: Any) -> Any:
@@ -96,12 +103,14 @@ class CentralStorage(ReplicaStrategy):
         self._move(optimizer.variables)
         return optimizer
 
-    def _move(self, variables: Iterable[keras.Variable]) -> None:
-        """Move variables to the device for all of them: the script may have made them before it had a Trainer."""
+    def _move(self, variables: Iterable[keras.Variable]) -> bool:
+        """Move variables to the device for all of them; return whether any was elsewhere."""
+        there = _short(self._parameter_device)
+        apart = [variable for variable in variables if _short(variable.value.device) != there]
         with self.scope():
-            for variable in variables:
-                if _short(variable.value.device) != _short(self._parameter_device):
-                    make_again(variable)
+            for variable in apart:
+                make_again(variable)
+        return bool(apart)
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> ReplicaSteps:
         if model.jit_compile:

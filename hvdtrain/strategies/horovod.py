@@ -137,6 +137,10 @@ class HorovodStrategy(Strategy):
         if isinstance(steps, RankSteps | RoundSteps):
             steps.probe_test(share)
 
+    def probe_predict(self, steps: Steps, share: Share) -> None:
+        if isinstance(steps, RankSteps):
+            steps.probe_predict(share)
+
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
         self.runner.end_round()
         broadcast_state(model, self.position, without)

@@ -351,13 +351,13 @@ class RankSteps:
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` (on an idle rank, for its filler example)."""
-        if not self._predict_probed:
-            self._predict_probed = True
-            self._probe_predict(share)
         return self._predict(share.data)
 
-    def _probe_predict(self, share: Share) -> None:
+    def probe_predict(self, share: Share) -> None:
         """Warn, before the first prediction, of outputs that depend on the other examples of a batch. A collective."""
+        if self._predict_probed:
+            return
+        self._predict_probed = True
         data = self._some_examples(share)
         if data is None or keeps_rows(self._model):
             return

@@ -28,9 +28,9 @@ def refuse_reduced(model: keras.Model, pairs: Sequence[tuple[Any, Any]]) -> None
     if any(is_reduced(gradient) for gradient, _ in pairs):
         raise UsageError(
             f"The train_step of {type(model).__name__} reduces its gradients over the workers itself (allreduce, "
-            "DistributedGradientTape), without regard to their shares of the batch. The Trainer reduces them: let the "
-            "step pass the gradients of a plain tf.GradientTape to the optimizer, or train with hvdtrain.keras and "
-            "model.fit"
+            "DistributedGradientTape, or a weight that its loss reads through a collective), without regard to their "
+            "shares of the batch. The Trainer reduces them: let the step pass the gradients of a plain tf.GradientTape "
+            "to the optimizer, or train with hvdtrain.keras and model.fit"
         )
 
 

@@ -103,6 +103,9 @@ class Strategy:
     def probe_test(self, steps: Steps, share: Share) -> None:
         """Test, before the first test step, how losses and means depend on the batch; as `probe`, with warnings."""
 
+    def probe_predict(self, steps: Steps, share: Share) -> None:
+        """Before the first prediction: warn of outputs that depend on the other examples of a batch."""
+
     def probe(self, steps: Steps, share: Share) -> None:
         """Before the first step: raise UsageError on all ranks if the steps on parts of a batch do not add up."""
 

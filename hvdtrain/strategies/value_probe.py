@@ -134,7 +134,8 @@ def predicts_together(model: keras.Model, data: Any, step: Step) -> bool:
         return np.allclose(one, other, rtol=0.0, atol=limit * size, equal_nan=True)
 
     for one, other, *each in zip(whole, again, *several, strict=True):
-        if not one.ndim or any(part.shape[1:] != one.shape[1:] for part in each):
+        rows = sum(len(part) for part in each if part.ndim)
+        if not one.ndim or rows != len(one) or any(p.shape[1:] != one.shape[1:] for p in each):
             continue  # Not one output for each example, or of another size in each batch.
         if alike(one, other) and not alike(np.concatenate(each), one):
             return True

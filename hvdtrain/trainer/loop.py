@@ -458,20 +458,23 @@ def callbacks_with_history(
 
 
 def predict(
-    predict: Callable[[Share], Any], strategy: Strategy, source: Source, progress: Progress
+    steps: Steps, strategy: Strategy, source: Source, progress: Progress, probe: bool
 ) -> Any:
     """Return the model's outputs for all examples of `source`, in the order of the data, on every rank.
 
     Args:
-        predict: Function that returns the outputs for a share.
+        steps: Steps of the model.
         strategy: Strategy that gathers the outputs.
         source: Data to predict on.
         progress: Progress display of the pass.
+        probe: Whether to warn of outputs that depend on the other examples of a batch.
     """
 
     def outputs() -> Iterator[tuple[Share, Any]]:
-        for share in epoch_shares(source, 0, strategy.part):
-            yield share, predict(share)
+        for number, share in enumerate(epoch_shares(source, 0, strategy.part)):
+            if probe and number == 0:
+                strategy.probe_predict(steps, share)
+            yield share, steps.predict(share)
             progress.step(1, share.global_examples, {})
 
     found = strategy.gather(outputs())

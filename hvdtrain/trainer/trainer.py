@@ -377,7 +377,7 @@ class Trainer:
             shown = resolve_verbose(verbose, self.rank)
             with showing(shown, self.rank) as show:
                 progress = Progress(shown, show, "Prediction", source.steps_per_epoch)
-                return predict(self._predicting.predict, self.strategy, source, progress)
+                return predict(self._predicting, self.strategy, source, progress, self._probe)
 
     def save(self, filepath: str | Path) -> None:
         """Write the whole model to a .keras file, with the optimizer's state if the model has been trained.

@@ -190,7 +190,7 @@ def test_what_micro_batches_do_alike_is_not_warned_of() -> None:
     x = layers.LSTM(4)(layers.Embedding(9, 4, mask_zero=True)(words))
     x = layers.LayerNormalization()(layers.Dropout(0.0)(x))
     x = keras.ops.softmax(x - keras.ops.mean(x, axis=-1, keepdims=True), axis=1)
-    x = layers.Flatten()(keras.ops.stack([x, keras.ops.expand_dims(x, 1)[:, 0]], axis=1))
+    x = layers.Flatten()(keras.ops.stack([x, keras.ops.expand_dims(x, -2)[:, 0]], axis=-2))
     x = layers.UnitNormalization()(layers.Concatenate()([x, x]))[:, :4]
     inner = keras.Sequential([layers.Input((4,)), layers.Dense(2, activity_regularizer="l2")])
     model = keras.Model(words, inner(x))

@@ -219,7 +219,9 @@ class Summed(keras.Sequential):
         return keras.ops.sum((y - y_pred) ** 2)
 
 
-def test_an_evaluation_with_a_loss_that_is_a_sum() -> None:
+def test_an_evaluation_with_a_loss_that_is_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One switch for all ranks, which are threads here; there is no tf.function.
+    monkeypatch.setattr(tf.config, "run_functions_eagerly", lambda run_eagerly: None)
     x, y = X[1], Y[1]
     plain = Summed(network().layers)
     plain.compile("sgd")

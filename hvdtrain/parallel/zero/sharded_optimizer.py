@@ -305,9 +305,8 @@ def shard(optimizer: Any, reduction: Reduction) -> Any:
     Raises:
         UsageError: As `ShardedOptimizer`; or the Trainer could not save the optimizer, which takes another one like it.
     """
-    result = _sharded(optimizer, reduction)
     plain_optimizer(optimizer)
-    return result
+    return _sharded(optimizer, reduction)
 
 
 def _sharded(optimizer: Any, reduction: Reduction) -> Any:
