@@ -4,6 +4,7 @@ import random
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ from test_data_streams import Batches, OnRanks, assert_same, stream
 
 from hvdtrain.checkpoint.random_states import random_states
 from hvdtrain.data import KnownSource, global_random
+from hvdtrain.data.held_random import generators_in
 from hvdtrain.errors import UsageError
 
 
@@ -244,6 +246,15 @@ def test_generators_of_the_datasets_own_draw_the_same_for_any_number_of_ranks(wo
     resumed = data()
     resumed.skip([0, 1], 0, 1)
     np.testing.assert_array_equal(xs(resumed, 0, 1, [2]), expected[8:])
+
+
+def test_the_seeds_of_a_model_that_is_trained_are_not_the_datas() -> None:
+    """The reading thread must not set them while the model trains."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dropout(0.5)])
+    held = SimpleNamespace(model=model, rng=np.random.default_rng(1))
+    assert len(generators_in(held)) == 2
+    model.compile()
+    assert len(generators_in(held)) == 1
 
 
 def test_threads_that_would_share_a_generator_are_told():

@@ -193,7 +193,9 @@ def test_what_micro_batches_do_alike_is_not_warned_of() -> None:
     x = layers.Flatten()(keras.ops.stack([x, keras.ops.expand_dims(x, -2)[:, 0]], axis=-2))
     x = layers.UnitNormalization()(layers.Concatenate()([x, x]))[:, :4]
     inner = keras.Sequential([layers.Input((4,)), layers.Dense(2, activity_regularizer="l2")])
-    model = keras.Model(words, inner(x))
+    number = layers.Input(())
+    x = x + layers.Dense(4)(keras.ops.expand_dims(number, -1))
+    model = keras.Model([words, number], inner(x))
     for loss in ("mse", keras.losses.Huber(), keras.losses.mean_absolute_error):
         model.compile(loss=loss)
         model._compile_loss.build(keras.KerasTensor((4, 2)), keras.KerasTensor((4, 2)))
