@@ -67,7 +67,7 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 @strategy_options
 @click.option(
     "--hostfile", type=PATH, metavar="FILE", cls=GroupedOption, group="hosts", aliases=["-hostfile"],
-    help="File with one host per line, as 'NAME slots=N'; replaces --hosts.",
+    help="File with one host per line, as 'NAME slots=N'; instead of --hosts.",
 )  # fmt: skip
 @click.option(
     "--log-dir", type=PATH, metavar="FOLDER", cls=GroupedOption, group="basic",

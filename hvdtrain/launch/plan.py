@@ -51,7 +51,8 @@ class LaunchPlan:
         aliases=("-n", "--np", "--gpus", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes"),
         unset="all slots of the hosts or of the Slurm job; else one per GPU, or per core, at most 8")
     controller: Controller = option(
-        "basic", "How the workers coordinate. auto: MPI if Horovod was built with it, else Gloo.", MISSING, flag="",
+        "basic", "How the workers coordinate. auto: MPI if Horovod was built with it and mpirun is in PATH, else Gloo; "
+        "Gloo for elastic jobs and srun.", MISSING, flag="",
         aliases=("--gloo", "--mpi"), environment=CONTROLLER)
     launcher: str = option(
         "basic", "What starts the workers. auto: srun in a Slurm job of several nodes, else horovodrun.", "horovodrun",

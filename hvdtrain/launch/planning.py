@@ -74,7 +74,8 @@ def _choose_place(
     if elastic:
         if wanted == "srun":
             raise UsageError(
-                "srun starts a fixed number of workers: elastic training needs horovodrun"
+                "--launcher srun starts a fixed number of workers: leave it out for elastic training, or leave out "
+                "--min-np, --max-np and --host-discovery-script"
             )
         allocation = None
     own_hosts = "hosts" in values

@@ -119,7 +119,7 @@ def program_of(
     if adopt is not None:
         program = program_of(name, arguments, module=module)
         if program.kind != "script":
-            raise UsageError(f"--adopt needs a Python script; {name} is a {program.kind}")
+            raise UsageError(f"--adopt needs a Python script, but {name} is a {program.kind}")
         return replace(program, kind="adopted", adopt_options=adopt)
     if module:
         return _module(str(name), arguments, Program(name))
@@ -133,7 +133,9 @@ def _by_python(python: Path, words: list[str]) -> Program:
     """Return the Program for `python WORDS...`."""
     found = shutil.which(python)
     if found is None:
-        raise UsageError(f"there is no {python} in PATH")
+        raise UsageError(
+            f"there is no {python} in PATH: activate its environment, or leave {python} out to use {sys.executable}"
+        )
     # hvdtrain's own interpreter, even if its environment is reached through a link.
     own = Path(found).parent.samefile(Path(sys.executable).parent)
     by = Program(Path(), python=sys.executable if own else found)

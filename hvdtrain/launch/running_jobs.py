@@ -71,7 +71,7 @@ def the_job(name: str, jobs: Sequence[Job]) -> Job:
     if len(found) == 1:
         return found[0]
     have = ", ".join(job.name for job in found or jobs) or "none"
-    problem = "several jobs match" if found else "no such job"
+    problem = "several jobs match; type more of the name" if found else "no such job"
     raise UsageError(f"{name}: {problem}; running: {have}")
 
 

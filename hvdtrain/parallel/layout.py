@@ -82,8 +82,8 @@ class Layout:
             raise UsageError(f"Layout: stages={self.stages!r}: pass a list, [{self.stages!r}]")
         if self.stages is not None and len(self.stages) != self.mesh.pipeline - 1:
             raise UsageError(
-                f"Layout: stages names {len(self.stages)} layers; mesh has pipeline={self.mesh.pipeline}, so name "
-                f"the first layer of each stage but the first: {self.mesh.pipeline - 1}"
+                f"Layout: stages names {len(self.stages)} layers, but pipeline={self.mesh.pipeline} needs "
+                f"{self.mesh.pipeline - 1}: the first layer of every stage after the first"
             )
 
 

@@ -40,7 +40,7 @@ def check_output(path: Path, suffixes: Sequence[str] = CHARTS) -> None:
         EngineError: If it is a chart, and charts cannot be drawn.
     """
     if path.suffix not in suffixes:
-        raise UsageError(f"{str(path)!r} does not end with {', '.join(suffixes)}")
+        raise UsageError(f"{str(path)!r}: expected a name that ends with {' or '.join(suffixes)}")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"folder {str(path.parent)!r} does not exist or is not writable")
     if path.suffix in CHARTS:

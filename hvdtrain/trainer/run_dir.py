@@ -54,7 +54,9 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"{self._name} cannot be created: {error}") from error
+            raise UsageError(
+                f"{self._name} cannot be created: {error}. Choose another folder, or check its permissions"
+            ) from error
         if first_epoch == 0 and not continued and self.metrics.is_begun:
             self.metrics.join()
         known = first_epoch > 0 or continued or self.metrics.is_begun

@@ -74,7 +74,7 @@ def test_json_has_every_pass_and_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("out.txt", "does not end with .json, .png, .svg"),
+        ("out.txt", "expected a name that ends with .json or .png or .svg"),
         ("absent/out.json", "does not exist or is not writable"),
     ],
 )

@@ -139,6 +139,14 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
     assert said in str(error.value)
 
 
+def test_each_gpu_has_a_task_with_cores_of_its_own() -> None:
+    """Without tasks, Slurm would give all workers of a node the cores of one task."""
+    line = "#SBATCH --ntasks-per-node="
+    assert f"{line}4\n" in batch_script(request_of(gpus_per_node="a100:4"))
+    assert f"{line}2\n" in batch_script(request_of(gpus_per_node="4", tasks_per_node=2))
+    assert line not in batch_script(request_of(gpus_per_node="4", directives=("--ntasks=8",)))
+
+
 def test_directives_that_begin_as_options_of_our_own() -> None:
     wanted = ("--gpus=4", "--ntasks=8", "--nodelist=a", "--time-min=5", "--mem-bind=local")
     lines = batch_script(request_of(directives=wanted)).splitlines()

@@ -344,7 +344,10 @@ def test_a_chart_of_one_rank_and_of_names_that_hurt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("chart.pdf", "does not end with .png, .svg"), ("no/chart.png", "does not exist")],
+    [
+        ("chart.pdf", "expected a name that ends with .png or .svg"),
+        ("no/chart.png", "does not exist"),
+    ],
 )
 def test_a_chart_that_cannot_be_written_is_refused(name: str, says: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(timeline, [str(RECORDED / "mpi.json"), "-o", str(tmp_path / name)])

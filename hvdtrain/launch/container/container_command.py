@@ -241,7 +241,7 @@ def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str,
     for name in asked:
         check_name(name)
         if name not in environ:
-            raise UsageError(f"--env {name}: not set in this environment")
+            raise UsageError(f"--env {name}: not set in this environment; set it first")
     return into_container(environ, asked)
 
 

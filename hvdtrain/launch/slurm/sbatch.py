@@ -113,7 +113,12 @@ class JobRequest:
             ("--time", self.time, _TIME, "minutes, H:MM:SS or D-HH:MM:SS, such as 1-12:00:00"),
             ("--array", self.array, _ARRAY, "numbers and ranges, such as 0-3, 1,5,9 or 0-99%4"),
             ("--mem", self.memory, _MEMORY, "a number with K, M, G or T, such as 64G"),
-            ("--gpus-per-node", self.gpus_per_node, _GPUS, "a number or TYPE:NUMBER, as a100:4"),
+            (
+                "--gpus-per-node",
+                self.gpus_per_node,
+                _GPUS,
+                "a number or TYPE:NUMBER, such as a100:4",
+            ),
         ):
             if text is not None and not form.fullmatch(text):
                 raise UsageError(f"{name} {text!r}: expected {example}")
@@ -206,7 +211,7 @@ def _options(request: JobRequest) -> dict[str, str | None]:
     """Return the options of sbatch with their values; None if not requested."""
     numbers = {
         "--nodes": request.nodes,
-        "--ntasks-per-node": request.tasks_per_node,
+        "--ntasks-per-node": request.tasks_per_node or _workers_per_node(request),
         "--cpus-per-task": request.cpus_per_task,
     }
     warning = request.warning_seconds
@@ -225,6 +230,13 @@ def _options(request: JobRequest) -> dict[str, str | None]:
         "--mail-user": request.mail_user,
         "--signal": None if warning is None else f"B:USR1@{warning}",
     }
+
+
+def _workers_per_node(request: JobRequest) -> int | None:
+    """Return the number of GPUs per node, as Slurm counts cores by tasks; None if there are none, or the user says."""
+    if request.gpus_per_node is None or any("--ntasks" in line for line in request.directives):
+        return None
+    return int(request.gpus_per_node.rpartition(":")[2])
 
 
 def _seconds(time: str | None) -> int | None:
