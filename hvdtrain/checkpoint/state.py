@@ -34,6 +34,8 @@ from hvdtrain.keras.optimizer import reducer_of
 from hvdtrain.keras_internals.models import refresh_constants
 from hvdtrain.keras_internals.optimizers import accumulators, is_distributed, optimizer_slots
 from hvdtrain.keras_internals.variables import (
+    identities,
+    identity,
     local_variables,
     row_states,
     seed_variables,
@@ -112,10 +114,8 @@ class TrainingState:
             "untracked": [values[id(v)] for v in parts.untracked],
             "process": of_process,
             **random_states(),
-            "metrics": [values[id(tf_variable(v))] for v in parts.metrics],
-            "rules": [
-                declared_rule(v) or rules.get(id(tf_variable(v)), SUM) for v in parts.metrics
-            ],
+            "metrics": [values[identity(v)] for v in parts.metrics],
+            "rules": [declared_rule(v) or rules.get(identity(v), SUM) for v in parts.metrics],
             "merged_with": list(self._strategy.position.data_set.ranks),
             "weighted": is_distributed(optimizer) and reducer_of(optimizer).reduction.weighted,
             "round": None if self._rounds is None else self._rounds.state(),
@@ -194,7 +194,7 @@ class TrainingState:
                 _assign(variables, _merged_metrics(own, everyone))
                 rules = zip(variables, own["rules"], strict=True)
                 if index:
-                    without_sums(model.metrics, {id(tf_variable(v)): r for v, r in rules if r})
+                    without_sums(model.metrics, {identity(v): r for v, r in rules if r})
                 return
 
     def _give_errors(self, everyone: Sequence[Own]) -> None:
@@ -202,7 +202,7 @@ class TrainingState:
         memories = _memories(self._model)
         if not memories:
             return
-        places = {id(tf_variable(v)): n for n, v in enumerate(own_variables(self._model))}
+        places = {identity(v): n for n, v in enumerate(own_variables(self._model))}
         weighted = reducer_of(self._model.optimizer).reduction.weighted
         parts = 1 if everyone[0]["weighted"] else len(everyone)
         parts *= self._ranks.size() if weighted else 1
@@ -260,11 +260,11 @@ def _memories(model: keras.Model) -> list[Memory]:
 def own_variables(model: keras.Model) -> list[Any]:
     """Return the variables that may differ between ranks with the same part of `model`."""
     local = local_variables(model)
-    known = {id(tf_variable(v)) for v in local}
+    known = identities(local)
     slots = [
         slot
         for variable, state in optimizer_slots(model.optimizer)
-        if id(tf_variable(variable)) in known
+        if identity(variable) in known
         for slot in state
     ]
     return unique(

@@ -28,7 +28,7 @@ from hvdtrain.collectives.metric_merging import (
     declared_rule,
 )
 from hvdtrain.errors import ReplicaError, UsageError, warn_user
-from hvdtrain.keras_internals.variables import assign, tf_variable, unique
+from hvdtrain.keras_internals.variables import assign, identity, tf_variable, unique
 
 
 def state_variables(metrics: Sequence[keras.metrics.Metric]) -> list[Any]:
@@ -87,7 +87,7 @@ def merge_state(
     ranks = process_set.size()
     if ranks == 1 or not variables:
         return
-    found = [declared_rule(v) or (rules or {}).get(id(tf_variable(v)), SUM) for v in variables]
+    found = [declared_rule(v) or (rules or {}).get(identity(v), SUM) for v in variables]
     factors = {
         SUM: 1.0,
         SHARE: 1.0,

@@ -48,7 +48,7 @@ from hvdtrain.collectives.sparse import sum_slices
 from hvdtrain.collectives.step_context import current_step
 from hvdtrain.collectives.tensor_names import InstanceName, runs_of
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import identity, tf_variable
 
 SMALL = 1 << 18
 """Number of elements below which gradients are sent together: 1 MiB of float32."""
@@ -160,7 +160,7 @@ class GradientReducer:
         if not isinstance(compression, Lossy):
             return
         for number, variable in enumerate(variables):
-            key = id(tf_variable(variable))
+            key = identity(variable)
             if key not in self.memories:
                 memory = compression.memory(variable, number)
                 if memory is not None:
@@ -173,11 +173,11 @@ class GradientReducer:
 
     def register_local(self, variable: Any) -> None:
         """Keep the gradients of `variable` (Keras or tf.Variable) on this rank."""
-        self._local[id(tf_variable(variable))] = variable
+        self._local[identity(variable)] = variable
 
     def is_local(self, variable: Any) -> bool:
         """Whether `variable` was given to `register_local`."""
-        return id(tf_variable(variable)) in self._local
+        return identity(variable) in self._local
 
     def combined(self, tensor: tf.Tensor, op: Any, suffix: str) -> tf.Tensor:
         """Return `tensor` reduced over the ranks by `op` (Sum, Min or Max)."""
@@ -236,7 +236,7 @@ class GradientReducer:
             if isinstance(ready[first], tf.IndexedSlices):
                 result[first] = reduce_sparse(ready[first], name, how[first], variables[first])
                 continue
-            memory = self.memories.get(id(tf_variable(variables[first])))
+            memory = self.memories.get(identity(variables[first]))
             if memory is not None:
                 result[first] = memory.reduce(
                     ready[first],
@@ -286,7 +286,7 @@ class GradientReducer:
         """Whether the gradient of `variable` is one that the compression leaves as it is."""
         compression = self.reduction.compression
         if isinstance(compression, Lossy):
-            return id(tf_variable(variable)) not in self.memories
+            return identity(variable) not in self.memories
         elements = _elements(variable)
         return (
             compression is BF16Compressor and elements is not None and elements < BF16_MIN_ELEMENTS
@@ -307,8 +307,8 @@ class GradientReducer:
             size = -(-len(shared) // groups)
             wanted = [shared[i : i + size] for i in range(0, len(shared), size)]
         else:
-            number = {id(tf_variable(v)): n for n, group in enumerate(groups) for v in group}
-            key = {p: number.get(id(tf_variable(variables[p])), -1 - p) for p in shared}
+            number = {identity(v): n for n, group in enumerate(groups) for v in group}
+            key = {p: number.get(identity(variables[p]), -1 - p) for p in shared}
             wanted = [[p for p in shared if key[p] == k] for k in dict.fromkeys(key.values())]
         if self.reduction.op == Adasum:
             return [[place] for place in shared]
@@ -413,7 +413,7 @@ def reduce_sparse(
     with on_device(reduction.device_sparse):
         step = current_step()
         known = None if step is None else step.once
-        once = None if known is None else id(tf_variable(variable)) in known
+        once = None if known is None else identity(variable) in known
         total = sum_slices(slices, reduction.process_set, name, once)
     return scaled(total, _factor_of_sum(reduction))
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Average, Communicator
 from hvdtrain.keras_internals.models import own_non_trainable_variables
-from hvdtrain.keras_internals.variables import row_states, seed_variables, tf_variable, unique
+from hvdtrain.keras_internals.variables import row_states, seed_variables, tf_variable, without
 
 SEED_STRIDE = 0x9E3779B1
 """Factor from rank to seed offset: odd, so that no two ranks get equal seeds; the 32-bit golden ratio spreads them."""
@@ -25,11 +25,9 @@ def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[
         model: A built model.
         local: Variables to leave out, because each rank keeps its own.
     """
-    left_out = {id(tf_variable(v)) for v in [*local, *seed_variables(model), *row_states(model)]}
-    found = [
-        v for v in unique(own_non_trainable_variables(model)) if tf_variable(v).dtype.is_floating
-    ]
-    return [v for v in found if id(tf_variable(v)) not in left_out]
+    left_out = [*local, *seed_variables(model), *row_states(model)]
+    found = without(own_non_trainable_variables(model), left_out)
+    return [v for v in found if tf_variable(v).dtype.is_floating]
 
 
 def average_statistics(

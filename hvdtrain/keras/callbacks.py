@@ -43,6 +43,7 @@ from hvdtrain.keras_internals.variables import (
     tf_variable,
     trained_variables,
     variable_name,
+    without,
 )
 
 
@@ -166,8 +167,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 for one in optimizers
             ],
         }
-        local = {id(tf_variable(v)) for v in self._all_local()}
-        common = [v for v in self.model.variables if id(tf_variable(v)) not in local]
+        common = without(self.model.variables, self._all_local())
         facts["the number of variables"] = len(common)
         for number, variable in enumerate(common):
             # Keras's paths contain layer counts, which may differ between ranks; their last part does not.

@@ -25,7 +25,7 @@ from hvdtrain.collectives.error_feedback import refuse_lossy
 from hvdtrain.collectives.reduction import weighted
 from hvdtrain.collectives.step_context import Step, current_step
 from hvdtrain.keras_internals.corrections import correct
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import identity
 
 
 def correct_loss_scaling() -> None:
@@ -101,7 +101,7 @@ def _in_half(gradients: Sequence[Any], variables: Sequence[Any], step: Step) -> 
 
 
 def _is_half(variable: Any, step: Step) -> bool:
-    return id(tf_variable(variable)) in step.half
+    return identity(variable) in step.half
 
 
 def _values(gradient: Any) -> tf.Tensor:

@@ -18,7 +18,7 @@ from hvdtrain.collectives.tensor_names import variables_name
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import layers_of
 from hvdtrain.keras_internals.overlay import overlay
-from hvdtrain.keras_internals.variables import mark_taped, tf_variable
+from hvdtrain.keras_internals.variables import identities, identity, mark_taped, tf_variable
 
 
 class _DistributedTape:
@@ -66,10 +66,10 @@ class _DistributedTape:
         del use_generic_names
         flat = tf.nest.flatten(sources)
         pairs = list(zip(flat, self.gradient(target, flat, output_gradients), strict=True))
-        local = {id(tf_variable(v)) for v in self.hvdtrain_reducer.local_variables}
+        local = identities(self.hvdtrain_reducer.local_variables)
         return (
-            [pair for pair in pairs if id(tf_variable(pair[0])) in local],
-            [pair for pair in pairs if id(tf_variable(pair[0])) not in local],
+            [pair for pair in pairs if identity(pair[0]) in local],
+            [pair for pair in pairs if identity(pair[0]) not in local],
         )
 
 

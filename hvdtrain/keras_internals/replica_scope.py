@@ -28,7 +28,7 @@ from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, gradients_taken, inner_of
 from hvdtrain.keras_internals.overlay import overlay
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import identities, identity, tf_variable
 
 ONE_UPDATE = (
     "The gradients of several replicas in one process are added up and applied after the step, so the step "
@@ -70,7 +70,7 @@ class ReplicaScope(keras.StatelessScope):
         inner = inner_of(optimizer)
         changed = [*(v for _, v in pairs), *optimizer.variables, *inner.variables]
         rate = getattr(inner, "_learning_rate", None)
-        self._stale = {id(_held(v)) for v in changed if v is not rate}
+        self._stale = identities(v for v in changed if v is not rate)
         self.handed_out += [(g, v) for g, v in pairs if g is not None]
 
     def add_update(self, update: tuple[Any, Any]) -> None:
@@ -91,7 +91,7 @@ class ReplicaScope(keras.StatelessScope):
                 )
 
     def _require_current(self, variable: Any) -> None:
-        if id(_held(variable)) in self._stale:
+        if identity(variable) in self._stale:
             raise UsageError(
                 f"The train_step uses {variable.path!r} after it has applied gradients. {ONE_UPDATE}"
             )
@@ -106,11 +106,6 @@ class ReplicaScope(keras.StatelessScope):
         """Return the value that the step assigned to `variable`; None if it assigned none."""
         value = self.state_mapping.get(id(variable))
         return None if value is self._given.get(id(variable)) else value
-
-
-def _held(variable: Any) -> Any:
-    """Return the tf.Variable inside a Keras variable, regardless of scopes; other variables unchanged."""
-    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def current_replica() -> ReplicaScope | None:

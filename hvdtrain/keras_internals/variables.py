@@ -21,6 +21,18 @@ def tf_variable(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def identity(variable: Any) -> int:
+    """Return the id() of the tf.Variable that `variable` is or holds, the same for both."""
+    # Not of its value, which may be made anew for each reader (autocast, variables in parts).
+    held = variable._value if isinstance(variable, keras.Variable) else variable
+    return id(variable if held is None else held)
+
+
+def identities(variables: Iterable[Any]) -> set[int]:
+    """Return the `identity` of each of `variables`."""
+    return {identity(variable) for variable in variables}
+
+
 def exchange_value(variable: Any, value: Any) -> None:
     """Give a Keras variable another tf.Variable: `value` itself, or one made of it on the current device.
 
@@ -56,13 +68,13 @@ def untrained(variables: Iterable[Any]) -> set[str]:
 
 def unique(variables: Iterable[Any]) -> list[Any]:
     """Return the variables without duplicates, in order of first occurrence."""
-    return list({id(tf_variable(v)): v for v in variables}.values())
+    return list({identity(v): v for v in variables}.values())
 
 
 def without(variables: Iterable[Any], left_out: Iterable[Any]) -> list[Any]:
     """Return `variables` without duplicates and without those in `left_out`."""
-    known = {id(tf_variable(v)) for v in left_out}
-    return [v for v in unique(variables) if id(tf_variable(v)) not in known]
+    known = identities(left_out)
+    return [v for v in unique(variables) if identity(v) not in known]
 
 
 def bytes_of(variables: Iterable[Any]) -> int:
@@ -126,18 +138,18 @@ def replicated_variables(
         optimizer: Optimizer whose variables are included. Default: the model's optimizers, as far as they are built.
         local: Variables that belong to one rank alone, which are left out with their optimizer state.
     """
-    own = {id(tf_variable(v)) for v in local}
+    own = identities(local)
     found: list[Any] = []
     if model is not None:
-        own |= {id(tf_variable(v)) for v in [*seed_variables(model), *row_states(model)]}
+        own |= identities([*seed_variables(model), *row_states(model)])
         found += model.variables
     for one in _optimizers(model, optimizer):
         found += list(one.variables)
         parts = is_sharded(one)
-        owners = [(parts or id(tf_variable(v)) in own, state) for v, state in optimizer_slots(one)]
+        owners = [(parts or identity(v) in own, state) for v, state in optimizer_slots(one)]
         slots = [s for is_own, state in owners if is_own for s in state]
-        own |= {id(tf_variable(v)) for v in [*slots, *accumulators(one)]}
-    return [v for v in unique(found) if id(tf_variable(v)) not in own]
+        own |= identities([*slots, *accumulators(one)])
+    return [v for v in unique(found) if identity(v) not in own]
 
 
 def trained_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any]:
@@ -148,9 +160,9 @@ def trained_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any
         local: Variables that belong to one rank alone, in addition to those of `register_local_var`.
     """
     state = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
-    trained = {id(tf_variable(v)) for v in [*model.trainable_variables, *state]}
+    trained = identities([*model.trainable_variables, *state])
     common = replicated_variables(model, local=[*local, *local_variables(model)])
-    return [v for v in common if id(tf_variable(v)) in trained]
+    return [v for v in common if identity(v) in trained]
 
 
 def local_variables(model: keras.Model | None, optimizer: Any = None) -> list[Any]:
@@ -190,7 +202,7 @@ def _optimizers(model: keras.Model | None, optimizer: Any) -> list[Any]:
 def computed_in_half(model: keras.Model) -> frozenset[int]:
     """Return the id() of the tf.Variables of a model's float32 weights that its layers cast to float16."""
     return frozenset(
-        id(tf_variable(v))
+        identity(v)
         for layer in model._flatten_layers()
         if layer.compute_dtype == "float16"
         for v in layer._trainable_variables

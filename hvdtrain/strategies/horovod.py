@@ -34,8 +34,6 @@ from hvdtrain.keras_internals.variables import (
     without,
 )
 from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.rank_steps import RankSteps
-from hvdtrain.strategies.rounds import RoundSteps
 from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
 from hvdtrain.strategies.training_state import State, WholeState, broadcast, broadcast_state
@@ -128,18 +126,6 @@ class HorovodStrategy(Strategy):
         self.runner.build_to_predict(model, inputs)
         broadcast(model.variables, self.position)
         return self.runner.steps(model)
-
-    def probe(self, steps: Steps, share: Share) -> None:
-        if isinstance(steps, RankSteps):
-            steps.probe(share)
-
-    def probe_test(self, steps: Steps, share: Share) -> None:
-        if isinstance(steps, RankSteps | RoundSteps):
-            steps.probe_test(share)
-
-    def probe_predict(self, steps: Steps, share: Share) -> None:
-        if isinstance(steps, RankSteps):
-            steps.probe_predict(share)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
         self.runner.end_round()

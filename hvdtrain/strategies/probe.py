@@ -29,6 +29,7 @@ from hvdtrain.keras_internals.models import (
     trains_by_keras,
 )
 from hvdtrain.keras_internals.variables import (
+    identities,
     seed_variables,
     tf_variable,
     unique,
@@ -267,7 +268,7 @@ def _first_marks(model: keras.Model, data: Any) -> tuple[Marks, set[int]]:
 
 def _waits(model: keras.Model, moved: set[int]) -> bool:
     """Return whether a step that applied no gradients may do so later: it did not assign to weights directly."""
-    trained = {id(tf_variable(v)) for v in model.trainable_variables}
+    trained = identities(model.trainable_variables)
     return bool(trained) and not trained & moved
 
 

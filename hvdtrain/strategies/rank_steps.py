@@ -23,6 +23,7 @@ from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, overridde
 from hvdtrain.keras_internals.optimizers import is_scaled, step_counts
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
+    identity,
     seed_variables,
     tf_variable,
     untracked_variables,
@@ -37,7 +38,7 @@ from hvdtrain.strategies.skipped_steps import skipped_steps_of
 from hvdtrain.strategies.state_logs import StateLogs
 from hvdtrain.strategies.stateful_updates import grown_together
 from hvdtrain.strategies.step_metrics import StepMetrics
-from hvdtrain.strategies.strategy import Logs
+from hvdtrain.strategies.strategy import Logs, Steps
 from hvdtrain.strategies.trial import in_one_line, unchanged
 from hvdtrain.strategies.value_probe import batch_statistics, kind_of_loss, predicts_together
 
@@ -75,7 +76,7 @@ def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return steps
 
 
-class RankSteps:
+class RankSteps(Steps):
     """Runs a built and compiled model on shares, each weighted by its part of the global batch.
 
     With one worker nothing is weighted: the steps are Keras's own.
@@ -219,7 +220,7 @@ class RankSteps:
         found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
         once = set.intersection(*(set(each.once) for each in found))
         variables = self._model.trainable_variables
-        looked_up = frozenset(id(tf_variable(variables[place])) for place in once)
+        looked_up = frozenset(identity(variables[place]) for place in once)
         self._step = replace(self._step, once=looked_up)
         self._keep_in_step(found)
         if self._model.run_eagerly:
@@ -301,7 +302,7 @@ class RankSteps:
         for metrics in (self._train_metrics, self._test_metrics):
             metrics.count_as_sums([counts[place] for place in counted])
         if unclear:
-            paths = {id(tf_variable(v)): variable_name(v) for v in self._model.variables}
+            paths = {identity(v): variable_name(v) for v in self._model.variables}
             names = [paths.get(id(state[place]), state[place].name) for place in unclear]
             trained = {variable_name(v) for v in self._model.trainable_variables}
             if by_hand := [name for name in names if name in trained]:
@@ -365,9 +366,6 @@ class RankSteps:
         with without_others(self._copy):
             together = predicts_together(self._model, data, self._step_of_test)
         self._warn(complaints.predicts_together(self._model) if together else None)
-
-    def finish(self) -> None:
-        """Do nothing: no step is in flight after `train` returns."""
 
     def _run(
         self,

@@ -39,6 +39,7 @@ from hvdtrain.keras_internals.optimizers import is_distributed, require_gradient
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
+    identity,
     seed_variables,
     tf_variable,
     unique,
@@ -46,7 +47,7 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import SummedMetrics
-from hvdtrain.strategies.strategy import Logs
+from hvdtrain.strategies.strategy import Logs, Steps
 
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
 """Without this option a TPU treats every dimension of its inputs as dynamic."""
@@ -69,7 +70,7 @@ class Found:
     metrics: list[Any] = field(default_factory=list)
 
 
-class ReplicaSteps:
+class ReplicaSteps(Steps):
     """Runs a built and compiled model on shares that each hold a whole global batch.
 
     Args:
@@ -137,9 +138,6 @@ class ReplicaSteps:
         whole = not self._divides(share.examples)
         joined = [parts[0] if whole else tf.concat(parts, 0) for parts in found]
         return tf.nest.pack_sequence_as(outputs, joined)
-
-    def finish(self) -> None:
-        """Do nothing: no step is in flight after `train` returns."""
 
     # From shares to the programs' arguments.
 
@@ -352,7 +350,7 @@ class ReplicaSteps:
         if gradients:
             # Rounded to float16 as in one process, so that overflows, and the loss scale, are the same.
             rounded = [
-                tf.cast(tf.cast(g, tf.float16), g.dtype) if id(tf_variable(v)) in self._half else g
+                tf.cast(tf.cast(g, tf.float16), g.dtype) if identity(v) in self._half else g
                 for g, v in zip(gradients, found.trained, strict=True)
             ]
             self._model.optimizer.apply_gradients(list(zip(rounded, found.trained, strict=True)))

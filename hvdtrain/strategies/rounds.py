@@ -163,7 +163,7 @@ class Rounds:
         self.steps = self._local_examples = self._global_examples = 0
 
 
-class RoundSteps:
+class RoundSteps(Steps):
     """Trains without collectives, in rounds; evaluates and predicts on all ranks together."""
 
     def __init__(self, steps: RankSteps, rounds: Rounds) -> None:
@@ -194,9 +194,6 @@ class RoundSteps:
         """End the round, and return the model's outputs for the examples of `share`."""
         self._rounds.end()
         return self._steps.predict(share)
-
-    def finish(self) -> None:
-        """Do nothing: no step is in flight, as each returns when it is done."""
 
 
 class RoundRunner(Runner):

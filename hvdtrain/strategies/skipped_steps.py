@@ -19,6 +19,7 @@ from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.keras_internals.optimizers import is_scaled
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import (
+    identities,
     seed_variables,
     tf_variable,
     untracked_variables,
@@ -70,7 +71,7 @@ class _Counting:
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         known = self._trainable_variables  # type: ignore[attr-defined]
         trained = known if trainable_variables is None else trainable_variables
-        self.hvdtrain_skipped.trained |= {id(tf_variable(v)) for v in trained}
+        self.hvdtrain_skipped.trained |= identities(trained)
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def scale_loss(self, loss: Any) -> Any:

@@ -44,7 +44,7 @@ from hvdtrain.keras_internals.metric_calls import (
     watched,
 )
 from hvdtrain.keras_internals.models import flat_logs, metric_results, metrics_or_logs
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import identities, identity, tf_variable
 from hvdtrain.strategies.state_logs import StateLogs
 
 
@@ -174,11 +174,11 @@ class StepMetrics:
                 "keep sums over examples in variables created by self.add_weight()"
             )
             return []
-        states = {id(tf_variable(v)) for v in metric.variables}
+        states = identities(metric.variables)
         if states and states <= self._sums:
             return []  # The default rule holds, as for a mean weighted by its number of examples.
         is_mean = isinstance(metric, keras.metrics.Mean)
-        telling = {id(tf_variable(metric.total))} if is_mean else states
+        telling = {identity(metric.total)} if is_mean else states
         seen = bool(telling & self._sums)
         # One number per batch is a mean (of losses), unless the probe has seen otherwise or the metric is a sum.
         adds_up = seen or not is_mean
@@ -192,7 +192,7 @@ class StepMetrics:
             return []
         for variable, rule in zip(metric.variables, finding.rules, strict=True):
             if rule != SUM:
-                self.rules[id(tf_variable(variable))] = rule
+                self.rules[identity(variable)] = rule
         if not finding.exact:
             self._warn(_complaint(metric, finding))
         elif adds_up and not seen and has_scalars(calls):

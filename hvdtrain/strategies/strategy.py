@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import keras
 
@@ -25,23 +25,35 @@ ModelSource: TypeAlias = Any
 """A keras.Model, or a function without arguments that builds one; Keras has no type annotations."""
 
 
-class Steps(Protocol):
-    """The steps of one prepared model."""
+class Steps:
+    """Interface of the steps of one prepared model."""
 
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares`, one after another; return the running logs of this process.
 
         With `steps_per_execution` there are several shares, all of one size and none of them empty.
         """
+        raise NotImplementedError
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return the running logs of this process."""
+        raise NotImplementedError
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` (on an idle rank, for its filler example)."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Wait for steps that run in the background, so that the model and its metrics are up to date."""
+
+    def probe(self, share: Share) -> None:
+        """Before the first step: raise UsageError on all ranks if the steps on parts of a batch do not add up."""
+
+    def probe_test(self, share: Share) -> None:
+        """Before the first test step: learn, and warn of, how losses and means depend on the batch."""
+
+    def probe_predict(self, share: Share) -> None:
+        """Before the first prediction: warn of outputs that depend on the other examples of a batch."""
 
 
 class Strategy:
@@ -99,15 +111,6 @@ class Strategy:
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
         """Create the variables of `model` for symbolic `inputs`; return steps that can only predict."""
         raise NotImplementedError
-
-    def probe_test(self, steps: Steps, share: Share) -> None:
-        """Test, before the first test step, how losses and means depend on the batch; as `probe`, with warnings."""
-
-    def probe_predict(self, steps: Steps, share: Share) -> None:
-        """Before the first prediction: warn of outputs that depend on the other examples of a batch."""
-
-    def probe(self, steps: Steps, share: Share) -> None:
-        """Before the first step: raise UsageError on all ranks if the steps on parts of a batch do not add up."""
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
         """Broadcast the weights, statistics and optimizer state of the first worker to all others, except `without`."""

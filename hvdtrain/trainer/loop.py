@@ -247,7 +247,7 @@ class Loop:
                 seen = None if plan.train.agreed else checksum_of(itertools.islice(shares, skip))
                 first = list(itertools.islice(shares, 1))
             if self.probe and first:  # Before the state is restored, which the probe may change.
-                self.strategy.probe(self.steps, first[0])
+                self.steps.probe(first[0])
             shares = itertools.chain(first, shares)
             # After on_epoch_begin: it ran for this epoch before the checkpoint, and may now have changed state again.
             self._restore(within_epoch=True)
@@ -269,7 +269,7 @@ class Loop:
             if self.losses is not None:
                 self.losses.look()
             if self.probe and done == 0 and is_first:
-                self.strategy.probe(self.steps, group[0])
+                self.steps.probe(group[0])
             callbacks.on_train_batch_begin(done)
             step_logs = self.steps.train(group)
             share = group[-1]
@@ -354,7 +354,7 @@ class Loop:
         global_batches = need_global_batches(everyones, TEST_METHODS)
         for step, share in enumerate(epoch_shares(source, 0, self.strategy.part)):
             if self.probe and step == 0:
-                self.strategy.probe_test(self.steps, share)
+                self.steps.probe_test(share)
             callbacks.on_test_batch_begin(step)
             step_logs = self.steps.test(share)
             progress.step(1, share.global_examples, step_logs)
@@ -473,7 +473,7 @@ def predict(
     def outputs() -> Iterator[tuple[Share, Any]]:
         for number, share in enumerate(epoch_shares(source, 0, strategy.part)):
             if probe and number == 0:
-                strategy.probe_predict(steps, share)
+                steps.probe_predict(share)
             yield share, steps.predict(share)
             progress.step(1, share.global_examples, {})
 

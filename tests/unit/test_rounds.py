@@ -233,7 +233,7 @@ def test_an_evaluation_with_a_loss_that_is_a_sum(monkeypatch: pytest.MonkeyPatch
         rank = ranks[own.rank()]
         begin, end, examples = find_share(len(x), own.rank(), RANKS)
         share = Share((x[begin:end], y[begin:end]), examples, len(x), begin, None)
-        rank.strategy.probe_test(rank.steps, share)
+        rank.steps.probe_test(share)
         logs = rank.strategy.logs(rank.model, rank.steps.test(share), share)
         return float(logs["loss"])
 

@@ -27,6 +27,7 @@ from hvdtrain.errors import warn_user
 from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
+    identity,
     seed_variables,
     tf_variable,
     without,
@@ -43,7 +44,7 @@ from hvdtrain.parallel.pipeline.stage_messages import Exchange, tensors_of
 from hvdtrain.parallel.pipeline.stages import Stage
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import StepMetrics
-from hvdtrain.strategies.strategy import Logs
+from hvdtrain.strategies.strategy import Logs, Steps
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class _Open:
     found: Any
 
 
-class PipelineSteps:
+class PipelineSteps(Steps):
     """Runs shares through one stage of a built and compiled model.
 
     Args:
@@ -175,9 +176,6 @@ class PipelineSteps:
 
         with in_step(self._step):
             return tf.function(step, autograph=False).get_concrete_function(data).graph
-
-    def finish(self) -> None:
-        """Do nothing: no step is in flight after `train` returns."""
 
     def _warn(self, text: str) -> None:
         if self._ranks.rank() == 0:
@@ -289,7 +287,7 @@ class PipelineSteps:
         once = {p: g for p, g in _sparse(gradients).items() if p in (self._once or ())}
         rows = common_indices(once, self._ranks)
         variables = self._stage.model.trainable_variables
-        known = frozenset(id(tf_variable(variables[place])) for place in rows)
+        known = frozenset(identity(variables[place]) for place in rows)
         with in_step(replace(self._step, once=known)):
             self._passes.apply(gradients, rows)
 

@@ -35,7 +35,7 @@ from hvdtrain.keras_internals.elementwise import require_elementwise
 from hvdtrain.keras_internals.keras_files import plain_optimizer
 from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
 from hvdtrain.keras_internals.overlay import overlay
-from hvdtrain.keras_internals.variables import bytes_of, tf_variable, variable_name
+from hvdtrain.keras_internals.variables import bytes_of, identity, tf_variable, variable_name
 from hvdtrain.parallel.state_layout import optimizer_pieces
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
@@ -81,7 +81,7 @@ class _Sharded(_Distributed):
         variables = list(variables)
         for variable in variables:
             part = _empty_part(variable)
-            self.hvdtrain_parts[id(tf_variable(variable))] = part
+            self.hvdtrain_parts[identity(variable)] = part
             self.hvdtrain_owners[self._var_key(part)] = variable  # type: ignore[attr-defined]
         super().build(variables)
         for key, variable in self.hvdtrain_owners.items():
@@ -157,7 +157,7 @@ class _Sharded(_Distributed):
 
     def _part(self, variable: Any) -> tf.Variable:
         """Return the flat tf.Variable for this rank's part of `variable`."""
-        return self.hvdtrain_parts[id(tf_variable(variable))]
+        return self.hvdtrain_parts[identity(variable)]
 
     def _part_of(self, variable: Any) -> tf.Tensor:
         """Return this rank's part of the value of `variable`."""

@@ -27,7 +27,7 @@ from hvdtrain.collectives.metrics import as_value
 from hvdtrain.data import Share
 from hvdtrain.strategies.parameter_server.connection import Watch, server_errors
 from hvdtrain.strategies.parameter_server.functions import StepFunctions, Ticket, Traced
-from hvdtrain.strategies.strategy import Logs
+from hvdtrain.strategies.strategy import Logs, Steps
 from hvdtrain.tf_config import TfConfig, lost_server
 
 REFRESH_SECONDS = 0.2
@@ -71,7 +71,7 @@ class Pending:
         return self.result
 
 
-class AsyncSteps:
+class AsyncSteps(Steps):
     """The steps of one model.
 
     Args:

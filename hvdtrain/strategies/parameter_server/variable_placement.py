@@ -19,6 +19,7 @@ from hvdtrain.keras_internals.remote_variables import (
     tf_variables,
     update_where_variables_are,
 )
+from hvdtrain.keras_internals.variables import unique
 
 MIN_PART_BYTES = 256 * 1024
 """Below this size, one more server costs more than it saves (TensorFlow's guide recommends the same limit)."""
@@ -79,7 +80,7 @@ def move_to_servers(
     here = {id(v) for v in step_constants(optimizer)}
     here |= {id(slot) for slots in of_weight.values() for slot in slots}
     rest = [v for v in [*model.variables, *optimizer.variables] if id(v) not in here]
-    wanted = [v for v in _unique([*trained, *rest]) if not _is_moved(v)]
+    wanted = [v for v in unique([*trained, *rest]) if not _is_moved(v)]
     splittable = {id(v) for v in trained} if may_be_split(optimizer) else set()
     places = plan([_item(v, splittable) for v in wanted], servers, min_part)
     for variable, place in zip(wanted, places, strict=True):
@@ -114,7 +115,3 @@ def _on_server(server: int, value: tf.Tensor, variable: Any) -> tf.Variable:
 
 def _is_moved(variable: Any) -> bool:
     return isinstance(variable, SplitVariable) or "/job:ps" in tf_variables(variable)[0].device
-
-
-def _unique(variables: Sequence[Any]) -> list[Any]:
-    return list({id(v): v for v in variables}.values())
