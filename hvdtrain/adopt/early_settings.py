@@ -1,4 +1,4 @@
-"""Settings of a script that TensorFlow takes only before it starts, which it has when the script begins."""
+"""Settings that TensorFlow takes only before it starts: it has started when an adopted script begins."""
 
 from __future__ import annotations
 

@@ -433,7 +433,7 @@ def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
 
 def led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
-    """Return a context in which `replacement` is called in place of a method, with the method before its arguments."""
+    """Patch a method in a `with` block: `replacement(original, self, *args)` runs in its place."""
     original = getattr(owner, name)
 
     @functools.wraps(original)

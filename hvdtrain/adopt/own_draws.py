@@ -1,4 +1,4 @@
-"""Random numbers of layers, such as dropout: each rank draws its own for its share of a batch, and no longer than that.
+"""Random numbers of layers, such as dropout: ranks use different seeds only while they share batches.
 
 A step that every rank computes on whole batches, before or after, must draw the same on all ranks.
 """

@@ -127,7 +127,7 @@ class PrivateFolder:
 
     @contextlib.contextmanager
     def _quietly(self) -> Iterator[None]:
-        """Let what this thread writes in this block be none of the script's."""
+        """Ignore this thread's own file operations in this block: they are hvdtrain's, not the script's."""
         self._busy.is_set = True
         try:
             yield
@@ -182,7 +182,7 @@ class PrivateFolder:
         return bool(self._places) and is_path and not getattr(self._busy, "is_set", False)
 
     def _own_way(self, folder: Path) -> Path:
-        """Return where `folder` leads, with private folders in place of links to the user's on the way."""
+        """Resolve `folder`. Links to the user's folders on its path become private folders first."""
         place = Path.cwd()
         for part in folder.parts:
             place = place.parent if part == ".." else place / part

@@ -34,7 +34,8 @@ class Step:
             loss scaling, comes before anything can overflow; otherwise the gradients are multiplied.
         loss_is_sum: Whether the model's compute_loss returns a sum over examples, not a mean.
         checked: Whether a probe has shown that the steps of the parts of a batch add up to that of the batch.
-        once: id() of the tf.Variables whose number of lookups is independent of the batch size; None: not tested.
+        once: id() of the tf.Variables whose sparse gradient has as many rows for any batch size, such as positions
+            that are looked up once for a batch, not for each example; None: not tested.
         half: id() of the tf.Variables whose gradients are computed in float16.
     """
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 
-from hvdtrain.keras_internals.optimizers import is_distributed
+from hvdtrain.keras_internals.optimizers import gradients_taken, is_distributed
 
 
 def is_built(model: keras.Model) -> bool:
@@ -79,6 +79,17 @@ def optimizers_of(model: keras.Model) -> list[Any]:
 def distributed_optimizers(model: keras.Model) -> list[Any]:
     """Return those of `optimizers_of` that are distributed."""
     return [optimizer for optimizer in optimizers_of(model) if is_distributed(optimizer)]
+
+
+@contextlib.contextmanager
+def gradients_of_all_taken(
+    model: keras.Model, take: Callable[[list[tuple[Any, Any]]], bool]
+) -> Iterator[None]:
+    """Intercept the gradients for all optimizers of `model` in this block; see `gradients_taken`."""
+    with contextlib.ExitStack() as blocks:
+        for optimizer in optimizers_of(model):
+            blocks.enter_context(gradients_taken(optimizer, take))
+        yield
 
 
 def held_in(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:

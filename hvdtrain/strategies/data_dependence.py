@@ -8,7 +8,6 @@ Keras's layers are assumed to be correct.
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,8 +19,7 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.metric_calls import metrics_of
-from hvdtrain.keras_internals.models import optimizers_of
-from hvdtrain.keras_internals.optimizers import gradients_taken
+from hvdtrain.keras_internals.models import gradients_of_all_taken
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.strategies.reduced_gradients import refuse_reduced
 
@@ -75,9 +73,7 @@ def with_decision_warnings(
         nonlocal traced
         if traced or tf.executing_eagerly():  # Eager execution has no graph.
             return step(data)
-        with contextlib.ExitStack() as stack:
-            for optimizer in optimizers_of(model):
-                stack.enter_context(gradients_taken(optimizer, look))
+        with gradients_of_all_taken(model, look):
             logs = step(data)
         if where := first_divergent_collective(tf.compat.v1.get_default_graph(), _own_state(model)):
             raise UsageError(_parting(model, where))

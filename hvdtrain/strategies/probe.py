@@ -24,6 +24,7 @@ from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
 from hvdtrain.keras_internals.metric_calls import counted_metrics, metrics_of
 from hvdtrain.keras_internals.models import (
+    gradients_of_all_taken,
     numbers_kept,
     own_non_trainable_variables,
     trains_by_keras,
@@ -46,7 +47,6 @@ from hvdtrain.strategies.trial import (
     rows_of,
     tolerance,
     unchanged,
-    without_updates,
 )
 
 EXAMPLES = 5
@@ -235,7 +235,7 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
                 found[name] = found.get(name, 0.0) + _mark(gradient)
         return True
 
-    with without_updates(model, take), in_step(step):
+    with gradients_of_all_taken(model, take), in_step(step):
         model.train_step(data)
     return found
 

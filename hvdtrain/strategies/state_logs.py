@@ -20,8 +20,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.keras_internals.metric_calls import frozen, metrics_of
-from hvdtrain.keras_internals.models import flat_logs, optimizers_of
-from hvdtrain.keras_internals.optimizers import gradients_taken
+from hvdtrain.keras_internals.models import flat_logs, gradients_of_all_taken
 from hvdtrain.strategies.trial import rows_of, tolerance, unchanged
 
 EXAMPLES = 8
@@ -114,9 +113,7 @@ class StateLogs:
 
     def _run(self, data: Any) -> dict[str, Any]:
         """Return the logs of a step, without changing any variable."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(unchanged(self._model))
-            stack.enter_context(frozen(metrics_of(self._model)))
-            for optimizer in optimizers_of(self._model):
-                stack.enter_context(gradients_taken(optimizer, lambda pairs: True))
+        model = self._model
+        no_updates = gradients_of_all_taken(model, lambda pairs: True)
+        with unchanged(model), frozen(metrics_of(model)), no_updates:
             return flat_logs(self._step(data))

@@ -25,7 +25,7 @@ TOLERANCE = 1e-3
 EPSILONS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
 """Relative rounding error of a variable's value, and so the absolute error of a small growth, by dtype."""
 FURTHER = 1000
-"""Steps between the first test and the second one: near zero, a decaying sum looks like a sum."""
+"""Steps between the first test and the second one: near 0, v = 0.99 v + x cannot be told from v = v + x."""
 
 Values = list[np.ndarray]
 

@@ -15,8 +15,7 @@ import tensorflow as tf
 from hvdtrain.collectives.step_context import Step
 from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
 from hvdtrain.keras_internals.metric_calls import metrics_of
-from hvdtrain.keras_internals.models import numbers_kept, optimizers_of, trains_by_keras
-from hvdtrain.keras_internals.optimizers import gradients_taken
+from hvdtrain.keras_internals.models import numbers_kept, trains_by_keras
 from hvdtrain.keras_internals.variables import (
     assign,
     global_seed_variable,
@@ -141,17 +140,6 @@ def _differs_by_nature(layer: Any) -> bool:
     return knows_training and (
         batch_dependence.normalizes(layer) or batch_dependence.has_generator(layer)
     )
-
-
-@contextlib.contextmanager
-def without_updates(
-    model: keras.Model, take: Callable[[list[tuple[Any, Any]]], bool]
-) -> Iterator[None]:
-    """Inside the block, pass gradients to `take` in place of the optimizers."""
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers_of(model):
-            stack.enter_context(gradients_taken(optimizer, take))
-        yield
 
 
 def in_one_line(error: Exception) -> str:

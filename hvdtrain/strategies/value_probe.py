@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.keras_internals.metric_calls import counted_metrics
-from hvdtrain.keras_internals.models import numbers_kept
+from hvdtrain.keras_internals.models import gradients_of_all_taken, numbers_kept
 from hvdtrain.keras_internals.variables import assign, tf_variable
 from hvdtrain.strategies.trial import (
     Result,
@@ -25,7 +25,6 @@ from hvdtrain.strategies.trial import (
     repeatable,
     tolerance,
     unchanged,
-    without_updates,
 )
 
 
@@ -92,7 +91,7 @@ def batch_statistics(
 
     def growth(part: Any, own: Step | None) -> list[float]:
         before = [float(total) for total in totals]
-        with numbers_kept(model), in_step(own), without_updates(model, lambda pairs: True):
+        with numbers_kept(model), in_step(own), gradients_of_all_taken(model, lambda pairs: True):
             run(part)
         grown = [float(total) - begin for total, begin in zip(totals, before, strict=True)]
         assign(totals, before)

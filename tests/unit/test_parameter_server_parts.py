@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.collectives.finite import not_finite
 from hvdtrain.data import Share
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras_internals.building import build_model
@@ -23,6 +24,7 @@ from hvdtrain.keras_internals.remote_variables import (
     tf_variables,
     update_where_variables_are,
 )
+from hvdtrain.keras_internals.variables import unique, without
 from hvdtrain.strategies.parameter_server import ParameterServer
 from hvdtrain.strategies.parameter_server.async_steps import AsyncSteps
 from hvdtrain.strategies.parameter_server.connection import (
@@ -326,3 +328,12 @@ def test_a_prediction_keeps_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = ParameterServer()
     strategy._config = CONFIG
     assert [kept for _, kept in strategy.gather(outputs())] == [0, 0, 0]
+
+
+def test_variables_in_parts_are_told_apart() -> None:
+    """Their value is a new tensor for each reader."""
+    (first, _), (second, _) = split(), split()
+    second.assign(np.full((7, 2), np.nan, "float32"))
+    assert unique([first, second, first]) == [first, second]
+    assert without([first, second], [first]) == [second]
+    assert not_finite([first, second]) == [second.path]
