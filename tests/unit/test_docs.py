@@ -199,6 +199,7 @@ def test_options() -> None:
         *("--epochs", "--password"),  # of the user's script
         *("--allow-run-as-root", "--oversubscribe", "--tag-output"),  # of mpirun
         "--config-file",  # of horovodrun
+        "--constraint",  # of sbatch
         *("--build", "--format", "--rm", "--ulimit"),  # of docker and podman
         *("--strict", "--write"),  # of mkdocs, and of the table of what is exact
     }

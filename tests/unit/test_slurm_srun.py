@@ -297,7 +297,7 @@ def test_a_heterogeneous_job(
     [
         ("-np 5", "-np 5 is more than the 4 slots of n1:2, n2:2"),
         ("--container x.sif --launcher horovodrun", "--container is for workers started by srun"),
-        ("--launcher srun --min-np 2 -np 2", "elastic training needs horovodrun"),
+        ("--launcher srun --min-np 2 -np 2", "leave it out for elastic training"),
         ("--launcher srun -H x:4", "x: not a node of job 7"),
     ],
 )
