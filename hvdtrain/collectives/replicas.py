@@ -54,7 +54,7 @@ def broadcast_variables(
 
 def copy_variables(variables: Iterable[Any], root_rank: int, ranks: Communicator) -> None:
     """Assign the values of rank `root_rank` to the variables of all `ranks`, also to random seeds. A collective."""
-    targets = [tf_variable(v) for v in unique(variables)]
+    targets = [tf_variable(v) for v in variables]
     # Eager, one after the other: a tf.function would be traced again for each model and gain nothing.
     for index, target in enumerate(targets):
         name = f"hvdtrain_broadcast_{index}"

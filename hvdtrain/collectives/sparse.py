@@ -205,11 +205,6 @@ def _digest(rows: Rows) -> int:
     return int.from_bytes(found, "big") >> 2  # Fits int64, also negated.
 
 
-def _is_run(indices: np.ndarray) -> bool:
-    """Whether there are two or more indices, and they are consecutive."""
-    return indices.size > 1 and bool((np.diff(indices) == 1).all())
-
-
 def _behind_each_other(
     slices: tf.IndexedSlices, ranks: Communicator, name: str
 ) -> tf.IndexedSlices:
@@ -227,4 +222,4 @@ def _run_of_all(gathered: tf.Tensor, ranks: Communicator) -> int:
     if rest or count < 2:
         return 0
     rows = tf.reshape(gathered, [ranks.size(), count]).numpy()
-    return count if (rows == rows[0]).all() and _is_run(rows[0]) else 0
+    return count if (rows == rows[0]).all() and (np.diff(rows[0]) == 1).all() else 0

@@ -71,9 +71,8 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     if distributed:
         ranks = inner_of(distributed[0]).process_set
         if ranks.includes_this() and ranks.size() > 1:
-            refresh_constants(
-                self
-            )  # The script may have broadcast the variables of adapted layers.
+            # The script may have broadcast the variables of adapted layers.
+            refresh_constants(self)
             checks = _agree(given, self, ranks, **_arguments(distributed))
             own = on_this_rank(given, is_first=ranks.rank() == 0)
             restores = any(isinstance(c, kc.BackupAndRestore) for c in own)

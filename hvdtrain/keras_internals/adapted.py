@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +47,12 @@ def adapted_states(model: keras.Model) -> list[Adapted]:
     """Return what the layers of a model have learnt with `adapt` outside their variables, or were given instead."""
     found: list[Adapted] = []
     for layer in model._flatten_layers():
-        # Without the number that Keras appends: a rank may have made another model before this one.
-        name = re.sub(r"_\d+$", "", layer.name)
+        name = _name_of(layer)
         for kind, exact, numbers in _values(layer):
             digest = hashlib.sha256(b"".join(map(_content, exact))).digest()[:8]
             size = len((exact or numbers)[0])
-            sampled = [float(number) for one in numbers for number in _sample(one)]
-            found.append(Adapted(f"{kind} {len(found)} ({name})", size, digest, sampled))
+            what = f"{kind} {len(found)} ({name})"
+            found.append(Adapted(what, size, digest, _sampled(numbers)))
     return found
 
 
@@ -69,9 +68,18 @@ def adapted_statistics(model: keras.Model) -> dict[str, list[float | str]]:
             continue
         mean, variance = (np.ravel(v.numpy()) for v in (layer.adapt_mean, layer.adapt_variance))
         if mean.any() or (variance != 1).any():
-            name = f"the mean and variance {number} of {re.sub(r'_[0-9]+$', '', layer.name)!r}"
-            found[name] = [float(number) for one in (mean, variance) for number in _sample(one)]
+            name = f"the mean and variance {number} of {_name_of(layer)!r}"
+            found[name] = [*_sampled([mean, variance])]
     return found
+
+
+def _name_of(layer: Any) -> str:
+    """Return the name without the number that Keras appends: a rank may have made another model before this one."""
+    return re.sub(r"_\d+$", "", layer.name)
+
+
+def _sampled(arrays: Iterable[np.ndarray]) -> list[float]:
+    return [float(number) for one in arrays for number in _sample(one)]
 
 
 def _values(layer: Any) -> Iterator[tuple[str, list[np.ndarray], list[np.ndarray]]]:

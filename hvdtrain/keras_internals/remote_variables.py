@@ -229,9 +229,8 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
         bound = [v for v in known if getattr(v, "constraint", None) is not None]
         constraints = [v.constraint for v in bound]
         for variable in bound:
-            variable.constraint = (
-                None  # Keras would assign what it makes of the value that it read.
-            )
+            # Keras would assign what it makes of the value that it read.
+            variable.constraint = None
         try:
             result = super().apply(grads, trainable_variables)
         finally:

@@ -300,9 +300,8 @@ class RunReader:
         # Time of this process's first known progress, and the share of the training done by then.
         self._first: tuple[float, float] | None = None
         self._placed = 0.0  # Time when `place` was set.
-        self._slowest: float | None = (
-            None  # Seconds of this process's slowest step of late; None before its first.
-        )
+        # Seconds of this process's slowest step of late; None before its first.
+        self._slowest: float | None = None
         self._takers = {
             "begin": self._begin,
             "steps": self._steps,

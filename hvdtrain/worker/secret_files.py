@@ -53,9 +53,8 @@ def deliver(launch_id: str, variables: Mapping[str, str], parent: Path = Path("/
 def hold(path: Path) -> IO[bytes]:
     """Return a delivered file, locked until it is closed or the process ends."""
     file = path.open("rb")
-    with contextlib.suppress(
-        OSError
-    ):  # On a file system without locks, where none is removed either.
+    # On a file system without locks, nothing is removed either.
+    with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return file
 
