@@ -20,10 +20,10 @@ from hvdtrain.environment import LAUNCH_ID, LOG_DIR
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.container.container_command import LABEL
 from hvdtrain.launch.running.log_folder import LOGS
-from hvdtrain.launch.running.processes import environment_of
 from hvdtrain.launch.running.run_status import RunStatus, read_status
 from hvdtrain.launch.running.timed_command import ask
 from hvdtrain.launch.slurm.job_queue import ENDED, SCRIPTS, JobState, read_states
+from hvdtrain.worker.proc_files import all_processes, environment_of, folder_of
 
 SHORT = 8
 CLOCK_SECONDS = 2.0
@@ -77,13 +77,13 @@ def the_job(name: str, jobs: Sequence[Job]) -> Job:
 
 def _runs_here() -> Iterable[Job]:
     seen: dict[str, Path] = {}
-    own = _pid_namespace("self")
-    for entry in Path("/proc").glob("[0-9]*"):
+    own = _pid_namespace(os.getpid())
+    for pid in all_processes():
         # Other users' processes cannot be read, and processes end during the scan.
         with suppress(OSError):
-            environ = environment_of(int(entry.name))
+            environ = environment_of(pid)
             # Processes in a container are found through its engine.
-            if LAUNCH_ID in environ and LOG_DIR in environ and _pid_namespace(entry.name) == own:
+            if LAUNCH_ID in environ and LOG_DIR in environ and _pid_namespace(pid) == own:
                 seen[environ[LAUNCH_ID]] = Path(environ[LOG_DIR])
     for launch_id, folder in seen.items():
         status = read_status(folder)
@@ -115,8 +115,8 @@ def _is_launcher(status: RunStatus) -> bool:
     return born <= status.started + CLOCK_SECONDS
 
 
-def _pid_namespace(process: str) -> str:
-    return os.readlink(f"/proc/{process}/ns/pid")  # noqa: PTH115
+def _pid_namespace(pid: int) -> str:
+    return os.readlink(folder_of(pid) / "ns/pid")  # noqa: PTH115
 
 
 def _slurm_jobs() -> Iterable[Job]:

@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from horovod.common.elastic import notification_manager
@@ -21,6 +20,7 @@ from hvdtrain.messages import logger
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.worker.elastic_place import place_in_job
+from hvdtrain.worker.proc_files import environment_of
 
 if TYPE_CHECKING:
     from hvdtrain.trainer.resume import FitCheckpoints
@@ -119,8 +119,7 @@ def resume_after_restart(environ: MutableMapping[str, str], resume: str) -> str:
 
 def _given() -> dict[str, str]:
     """Return the environment this process began with, before threads were divided among the former workers."""
-    found = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
-    environ = dict(one.split("=", 1) for one in found if "=" in one)
+    environ = environment_of(os.getpid())
     # A program that sets its title in `ps` overwrites this memory.
     return environ if is_elastic(environ) else dict(os.environ)
 

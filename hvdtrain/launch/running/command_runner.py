@@ -21,11 +21,11 @@ from hvdtrain.launch.running.processes import (
     end_launch,
     signal_launch,
     start,
-    state_of,
 )
 from hvdtrain.launch.running.stdin import InputRelay
 from hvdtrain.launch.running.time_limits import FAILURE_SECONDS, FORWARDING_SECONDS, TERM_SECONDS
 from hvdtrain.signals import ending_signals
+from hvdtrain.worker.proc_files import state_of
 
 TICK_SECONDS = 0.1
 LONGEST_NEWS = 1 << 20

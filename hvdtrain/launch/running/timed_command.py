@@ -22,6 +22,7 @@ from hvdtrain.launch.running.processes import (
 )
 from hvdtrain.launch.running.time_limits import COMMAND_SECONDS
 from hvdtrain.signals import leaving_on_signals
+from hvdtrain.worker.proc_files import command_of
 
 _TICK_SECONDS = 0.1
 ANSWER_SECONDS = 20.0
@@ -221,10 +222,6 @@ def _children() -> list[int]:
 def _is_command(pid: int) -> bool:
     """Return whether a child leads a session, or is a copy of this process that may be about to."""
     try:
-        return os.getsid(pid) == pid or _command_line(pid) == _command_line(os.getpid())
+        return os.getsid(pid) == pid or command_of(pid) == command_of(os.getpid())
     except OSError:
         return False
-
-
-def _command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

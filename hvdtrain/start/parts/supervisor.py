@@ -24,7 +24,6 @@ from hvdtrain.environment import (
 )
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.outcome import how_it_ended
-from hvdtrain.launch.running.processes import name_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
 from hvdtrain.launch.running.time_limits import ENDING_SECONDS, REPEAT_SECONDS
 from hvdtrain.launch.ssh_errors import SSH_FAILED
@@ -32,6 +31,7 @@ from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
 from hvdtrain.start.parts.news_pipe import NewsPipe
 from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankWatch
+from hvdtrain.worker.proc_files import name_of
 
 TICK_SECONDS = 0.5
 TOGETHER_SECONDS = 0.2
