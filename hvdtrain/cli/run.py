@@ -18,6 +18,7 @@ from hvdtrain.adopt_options import BATCHES, SCALINGS
 from hvdtrain.cli.config_option import (
     ConfiguredCommand,
     config_text,
+    is_set,
     load_config,
     set_indirectly,
     with_variables,
@@ -41,7 +42,7 @@ from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.launch_command import LaunchCommand, check_started_once, this_site
 from hvdtrain.launch.launchers import find_launcher
 from hvdtrain.launch.plan_validation import check_image, check_servers
-from hvdtrain.launch.planning import plan_of
+from hvdtrain.launch.planning import STALL_TIMES, plan_of
 from hvdtrain.launch.running.session import OutputOptions, RunLimits, run_launch
 from hvdtrain.launch.running.watchdog import limits_of
 from hvdtrain.launch.secrets import MASK, looks_secret, masked, variable_to_pass
@@ -205,7 +206,8 @@ def run(
     if not dry_run:
         typed = ctx.get_parameter_source("arguments") is ParameterSource.COMMANDLINE
         conceal_secrets(values["env"], values["arguments"] if typed else ())
-    values = with_variables(ctx, without_outranked(ctx, values))
+    chosen = {name: None for name in STALL_TIMES if not is_set(ctx, name)}
+    values = with_variables(ctx, without_outranked(ctx, values) | chosen)
     choice = choose_strategy(strategy)
     if choice.note:
         click.echo(choice.note, err=True)
