@@ -170,11 +170,6 @@ def report(measure: Callable[..., dict[str, Any] | None]) -> None:
         Path(file).write_text(json.dumps(found))
 
 
-def horovodrun(np: int, controller: str) -> list[str]:
-    """Return the argv that starts a command with plain horovodrun on `np` ranks over "mpi" or "gloo"."""
-    return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(np), f"--{controller}"]
-
-
 def take_core(local_rank: int, count: int = 1) -> None:
     """Pin this thread, and those that it starts later, to `count` cores, among those that the process may use.
 
