@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from hvdtrain.environment import CONTROL_PIPE, GRACE_SECONDS, LAUNCH_ID, STATUS_PIPE
 from hvdtrain.launch.running.line_splitter import Lines
-from hvdtrain.launch.running.output_parser import Stream
+from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.processes import (
     Pipes,
     end_launch,
@@ -52,23 +52,11 @@ class Ending:
 class Run(Protocol):
     """Callbacks of `run_process`: events of the run, and queries about it."""
 
-    def take_output(self, stream: Stream, data: bytes) -> None:
-        """Handle output of the command."""
+    def tick(self) -> None:
+        """Called several times a second."""
 
     def take_news(self, line: bytes) -> None:
         """Handle a line that the command wrote to the pipe whose descriptor is in HVDTRAIN_NEWS."""
-
-    def idle(self) -> None:
-        """Handle a tick in which the command wrote nothing."""
-
-    def finish(self) -> None:
-        """Handle the end of the command's output."""
-
-    def is_behind(self) -> bool:
-        """Return whether output is waiting to be shown. If so, no more is read, to bound memory."""
-
-    def catch_up(self, seconds: float) -> None:
-        """Show waiting output, for up to `seconds`."""
 
     def stopping(self, received: signal.Signals) -> None:
         """Handle the first SIGINT, SIGTERM or SIGHUP. A second one kills the run at once."""
@@ -89,13 +77,11 @@ class Run(Protocol):
     def take_orders(self) -> bytes:
         """Return lines for the command's pipe in HVDTRAIN_ORDERS. Called after `is_hung`."""
 
-    def is_unread(self) -> bool:
-        """Return whether the output no longer has a reader, which ends the run like SIGTERM."""
-
 
 def run_process(
     argv: Sequence[str],
     run: Run,
+    output: Output,
     *,
     environment: Mapping[str, str],
     launch_id: str,
@@ -106,6 +92,7 @@ def run_process(
     Args:
         argv: Command to run.
         run: Callbacks.
+        output: Receives the output of the command. Once it has no reader any more, the run is ended as by SIGTERM.
         environment: Complete environment of the command.
         launch_id: Unique ID of this launch.
         grace: Seconds for scripts that handle the user's signal.
@@ -141,17 +128,17 @@ def run_process(
             try:
                 pipes.add_output(process, "stdout", "stderr")
                 pipes.add("news", news)
-                watch = _Watch(process, launch_id, came, run, grace, orders)
-                _read(pipes, watch, run)
+                watch = _Watch(process, launch_id, came, run, output, grace, orders)
+                _read(pipes, watch)
             finally:
                 signal_launch(launch_id, signal.SIGKILL)
         received = came.ending[0] if came.ending else None
         return Ending(process.wait(), received, watch.has_ended_it)
 
 
-def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
+def _read(pipes: Pipes, watch: _Watch) -> None:
     """Pass on the command's output until it has ended and all is shown. A signal then ends the wait for a reader."""
-    news = Lines(longest=LONGEST_NEWS)
+    news, run, output = Lines(longest=LONGEST_NEWS), watch.run, watch.output
 
     def take(came: Iterable[tuple[Any, bytes]]) -> bool:
         """Return whether any of it was output."""
@@ -161,20 +148,23 @@ def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
                 for line in news.lines(data):
                     run.take_news(line)
             elif data:
-                run.take_output(name, data)
+                output.feed(name, data)
                 any_output = True
         return any_output
 
     while not watch.is_over():
-        if run.is_behind():
-            run.catch_up(TICK_SECONDS)
+        run.tick()
+        # No more is read than is shown, to bound memory.
+        if output.is_behind:
+            output.catch_up(TICK_SECONDS)
         elif not take(pipes.read(TICK_SECONDS)):
-            run.idle()
+            output.settle()
     take(pipes.rest("stdout", "stderr"))
-    run.finish()
+    output.finish()
     heard = len(watch.came.ending)
-    while run.is_behind() and len(watch.came.ending) == heard:
-        run.catch_up(TICK_SECONDS)
+    while output.is_behind and len(watch.came.ending) == heard:
+        run.tick()
+        output.catch_up(TICK_SECONDS)
 
 
 @dataclass
@@ -185,6 +175,7 @@ class _Watch:
     launch_id: str
     came: _Signals
     run: Run
+    output: Output
     grace: float
     orders: FileIO
     _warnings_passed_on: int = 0
@@ -215,7 +206,7 @@ class _Watch:
     def _must_end(self, now: float) -> bool:
         """Return whether the run has used up its time to end by itself."""
         received = self.came.ending
-        if not received and self.run.is_unread():
+        if not received and self.output.unread:
             received.append(signal.SIGTERM)
         if received and self._asked_at is None:
             self._asked_at = now
