@@ -394,7 +394,7 @@ def test_a_wrong_command_gets_a_hint() -> None:
 def test_help_names_every_command() -> None:
     result = call("--help")
     assert result.exit_code == 0
-    for name, (_, description) in COMMANDS.items():
+    for name, description in COMMANDS.items():
         assert name in result.stdout
         assert description in result.stdout
 
