@@ -24,10 +24,10 @@ from hvdtrain.cli.bench_options import (
     BATCH_SIZES,
     CONTROLLER,
     MODEL,
-    PASSES,
     batch_size_per,
     launcher,
     line,
+    measured,
     pair,
     workers,
 )
@@ -56,10 +56,7 @@ for _command in (checkpoints, memory, overhead, startup):
     "--way", type=click.Choice(["keras", "trainer", "bare"]), default="keras", show_default=True,
     help="DistributedOptimizer in Keras's loop, the Trainer, or hvd.allreduce on each gradient.",
 )  # fmt: skip
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def scaling(
     context: click.Context, np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int,
 ) -> None:  # fmt: skip
@@ -100,10 +97,7 @@ def scaling(
 @workers(2)
 @MODEL
 @batch_size_per("core")
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def peers(
     context: click.Context, np: int, model: str, batch_size: int | None, controller: str, passes: int,
 ) -> None:  # fmt: skip
@@ -154,10 +148,7 @@ def peers(
     help="Size of the result, or of each rank's input if that is larger. May be repeated.  [default: 4 to 64 "
          "Mi by factors of 16, and 256 Mi]",
 )  # fmt: skip
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def collectives(
     context: click.Context, np: int, names: tuple[str, ...], sizes: tuple[int, ...], controller: str, passes: int,
 ) -> None:  # fmt: skip
@@ -205,10 +196,7 @@ def _timing(one: Timing) -> tuple[str, ...]:
     "--width", type=click.IntRange(1), default=512, show_default=True, help="Width of the dense layers.",
 )  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(1), default=1024, show_default=True)
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def pipeline(
     context: click.Context, stages: int, counts: tuple[int, ...], width: int, batch_size: int, controller: str,
     passes: int,
@@ -250,10 +238,7 @@ def pipeline(
 @click.option(
     "--files", type=click.IntRange(1), default=2000, show_default=True, help="Number of examples."
 )
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def read(
     context: click.Context,
     np: int,
