@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import os
 import shlex
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +19,7 @@ from hvdtrain.launch.host_report import HostReport, differences, late, report_of
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.processes import Pipes, start
 from hvdtrain.launch.running.time_limits import END_SECONDS
-from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where
+from hvdtrain.launch.ssh import ALIVE, BATCH, path_variables, unseen_keys, where
 from hvdtrain.start.parts.host_agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
 
 CONNECT_SECONDS = 10
@@ -43,6 +46,17 @@ class SshSettings:
     port: int | None
     identity_file: str | None
     seconds: float
+
+
+def reach_by(options: argparse.Namespace, seconds: float) -> SshSettings:
+    """Return the settings in the options of a launcher, whose hosts have the Python that runs its command."""
+    return SshSettings(
+        python=options.command[0] if options.command else sys.executable,
+        path_variables=path_variables(os.environ),
+        port=options.ssh_port,
+        identity_file=options.ssh_identity_file,
+        seconds=seconds,
+    )
 
 
 def agent_argv(host: str, launch_id: str, reach: SshSettings) -> list[str]:

@@ -30,7 +30,7 @@ from hvdtrain.start.parts.agents import Agents, News, SshSettings, agent_argv, g
 from hvdtrain.start.parts.horovod_patches import network
 from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.start.parts.news_pipe import NewsPipe
-from hvdtrain.start.parts.rendezvous import say
+from hvdtrain.start.parts.output_tags import say
 
 AGAIN_SECONDS = 30.0
 """Interval at which a skipped host is retried."""

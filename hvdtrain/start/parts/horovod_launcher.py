@@ -25,9 +25,16 @@ from hvdtrain.launch.host_report import (
     missing_interfaces,
 )
 from hvdtrain.launch.installed_horovod import installed_controllers
+from hvdtrain.launch.running.time_limits import START_SECONDS
 from hvdtrain.launch.secrets import looks_secret
-from hvdtrain.launch.ssh import path_variables
-from hvdtrain.start.parts.agents import Agents, SshSettings, agent_argv, greet, missing_program
+from hvdtrain.start.parts.agents import (
+    Agents,
+    SshSettings,
+    agent_argv,
+    greet,
+    missing_program,
+    reach_by,
+)
 from hvdtrain.start.parts.elastic_hosts import ElasticAgents, ElasticHosts, FitHosts
 from hvdtrain.start.parts.horovod_patches import (
     ELASTIC_SECONDS,
@@ -48,8 +55,6 @@ _INTERFACES = "NCCL_SOCKET_IFNAME"
 """Horovod sets this in the command, after the user's own value."""
 _ROOM = 100_000
 """Maximum bytes of variables in a command, which is limited to 128 kB."""
-START_SECONDS = 30
-"""Horovod's default for --start-timeout."""
 
 
 def launch_ranks(arguments: Sequence[str]) -> int:
@@ -66,7 +71,8 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     settle(parsed, installed_controllers())
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
-    reach = _reach(parsed)
+    seconds = parsed.start_timeout or int(os.environ.get("HOROVOD_START_TIMEOUT") or START_SECONDS)
+    reach = reach_by(parsed, seconds)
     if missing := missing_program([["ssh"]] if remote else []):
         raise HvdtrainError(missing)
     commands = {host: agent_argv(host, launch_id, reach) for host in remote}
@@ -102,17 +108,6 @@ def _remote_hosts(arguments: argparse.Namespace) -> list[str]:
 
 def _is_elastic(arguments: argparse.Namespace) -> bool:
     return bool(arguments.host_discovery_script or arguments.min_num_proc)
-
-
-def _reach(arguments: argparse.Namespace) -> SshSettings:
-    return SshSettings(
-        python=arguments.command[0] if arguments.command else sys.executable,
-        path_variables=path_variables(os.environ),
-        port=arguments.ssh_port,
-        identity_file=arguments.ssh_identity_file,
-        seconds=arguments.start_timeout
-        or int(os.environ.get("HOROVOD_START_TIMEOUT") or START_SECONDS),
-    )
 
 
 def in_command_line(

@@ -39,7 +39,7 @@ from horovod.runner.http.http_server import (
 )
 from horovod.runner.util.threads import in_thread
 
-from hvdtrain.start.parts.output_tags import marked_lines
+from hvdtrain.start.parts.output_tags import say
 from hvdtrain.worker.elastic_place import ARRIVAL, NEXT_PLACE, SAVED
 
 FORBIDDEN = 403
@@ -282,13 +282,6 @@ def _is_interface(name: object, several: object) -> bool:
             for one in several
         )
     )  # fmt: skip
-
-
-def say(text: str) -> None:
-    """Show a message at once. Other unmarked output of a launcher is shown only if the job fails."""
-    mark = marked_lines(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
-    sys.stderr.buffer.write(mark)
-    sys.stderr.buffer.flush()
 
 
 def _log_refusal(peer: str, what: str, reason: str) -> None:

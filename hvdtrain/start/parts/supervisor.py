@@ -30,6 +30,7 @@ from hvdtrain.launch.ssh_errors import SSH_FAILED
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
 from hvdtrain.start.parts.news_pipe import NewsPipe
+from hvdtrain.start.parts.output_tags import tell
 from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankWatch
 from hvdtrain.worker.proc_files import name_of
 
@@ -221,7 +222,7 @@ class _End:
         if self._ended_at is None:
             what = "mpirun" if is_mpirun else "Horovod's launcher"
             how = how_it_ended(shell_code(code))
-            _say(f"{what} (process {self.child}), which starts the ranks and waits for them, {how}")
+            tell(f"{what} (process {self.child}), which starts the ranks and waits for them, {how}")
 
     def ask(self, received: signal.struct_siginfo) -> None:
         """Handle a signal from the user or another process. The second one ends everything at once."""
@@ -232,7 +233,7 @@ class _End:
         # `hvdtrain run` forwards the user's signals; those of the terminal come from the kernel.
         if received.si_pid != os.getppid() and received.si_code != _BY_KERNEL:
             name = name_of(received.si_pid) or "has ended"
-            _say(
+            tell(
                 f"horovodrun (process {os.getpid()}) was sent {number.name} by process {received.si_pid} ({name})"
             )
         self.code = EXIT_SIGNAL_BASE + number
@@ -263,7 +264,7 @@ class _End:
         if self._grace_until is None and not self.lost and (lost := self.ranks.lost_hosts()):
             self.lost = True
             for one in lost:
-                _say(one)
+                tell(one)
         return self.lost
 
     def _end(self) -> None:
@@ -295,11 +296,6 @@ def how_lost(host: str, code: int, words: str) -> str:
     if code == SSH_FAILED:
         return f"{broke} ({last})" if last else f"{broke}, or hvdtrain's agent there was killed"
     return f"hvdtrain's agent on host {host} failed (exit code {code}){f': {last}' if last else ''}"
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # It may have no reader any more.
-        print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _pipe(name: str) -> int | None:
