@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.addresses import own_names
 from hvdtrain.launch.hosts import MOST_SLOTS
-from hvdtrain.launch.option_types import Need, Option, options_of
+from hvdtrain.launch.option_types import Option, options_of
 from hvdtrain.launch.secrets import looks_secret
 from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import PARAMETER_SERVER
@@ -42,7 +42,7 @@ class Condition(NamedTuple):
 
 
 ELASTIC = ("host_discovery_script", "min_np", "max_np")
-CONDITIONS: dict[Need, Condition] = {
+CONDITIONS = {
     "gloo": Condition(lambda plan: plan.controller == "gloo", "add --controller gloo"),
     "mpi": Condition(lambda plan: plan.controller == "mpi", "add --controller mpi"),
     "elastic": Condition(

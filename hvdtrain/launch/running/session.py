@@ -34,7 +34,7 @@ from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.output_writers import bytes_of
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames, ranks_in_words
-from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, from_json
+from hvdtrain.launch.running.rank_monitor import RankMonitor, from_json
 from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import Limits, Verdict, Watchdog
@@ -301,17 +301,14 @@ class _ShownRun:
     def _end_ranks(self, verdict: Verdict) -> None:
         """End the ranks that the others wait for; the launcher of an elastic job restarts them."""
         self.watchdog.dismiss(verdict.culprits)
-        self.output.say(f"\n{verdict.text}\nended, to be restarted: {_names(verdict.culprits)}")
+        names = ranks_in_words([one.rank for one in verdict.culprits])
+        self.output.say(f"\n{verdict.text}\nended, to be restarted: {names}")
         for one in verdict.culprits:
             self.orders += json.dumps({"end": one.pid, "host": one.host}).encode() + b"\n"
 
     def take_orders(self) -> bytes:
         orders, self.orders = self.orders, b""
         return orders
-
-
-def _names(ranks: Sequence[RankStatus]) -> str:
-    return ranks_in_words([one.rank for one in ranks])
 
 
 def _terminals() -> tuple[int, ...]:

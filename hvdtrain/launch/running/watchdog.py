@@ -451,19 +451,13 @@ def _meets_others(one: RankStatus) -> bool:
 
 def picture(ranks: Sequence[RankStatus]) -> str:
     """Describe where the ranks are and in which state, one line per group of ranks that do the same."""
-    return "\n".join(
-        f"  {ranks_in_words(numbers)}: {words}" for words, numbers in _grouped(ranks, _line).items()
-    )
+    found: dict[str, list[int]] = {}
+    for one in sorted(ranks, key=lambda status: status.rank):
+        found.setdefault(_line(one), []).append(one.rank)
+    return "\n".join(f"  {ranks_in_words(numbers)}: {words}" for words, numbers in found.items())
 
 
 def _line(one: RankStatus) -> str:
     state = "" if one.state == "running" else f", {one.state}"
     place = one.heartbeat.place if one.heartbeat else "a program other than Python"
     return f"in {place}{state}"
-
-
-def _grouped(ranks: Sequence[RankStatus], key: Callable[[RankStatus], str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for one in sorted(ranks, key=lambda status: status.rank):
-        found.setdefault(key(one), []).append(one.rank)
-    return found
