@@ -59,7 +59,7 @@ class Run(Protocol):
         """Handle a line that the command wrote to the pipe whose descriptor is in HVDTRAIN_NEWS."""
 
     def stopping(self, received: signal.Signals) -> None:
-        """Handle the first SIGINT, SIGTERM or SIGHUP. A second one kills the run at once."""
+        """Handle the first SIGINT, SIGTERM or SIGHUP. A second one ends the run at once."""
 
     def warning(self) -> None:
         """Handle SIGUSR1; the run continues."""
@@ -180,6 +180,7 @@ class _Watch:
     orders: FileIO
     _warnings_passed_on: int = 0
     _asked_at: float | None = None
+    _repeated_at: float | None = None
     _failed_at: float | None = None
     _hung_at: float | None = None
     _terminated_at: float | None = None
@@ -195,7 +196,12 @@ class _Watch:
         elif now - self._terminated_at > TERM_SECONDS:
             signal_launch(self.launch_id, signal.SIGKILL)
         if len(self.came.ending) > 1:
-            signal_launch(self.launch_id, signal.SIGKILL)
+            # The command hears of it too: only srun itself can end its tasks on other nodes.
+            if self._repeated_at is None:
+                self._repeated_at = now
+                self._send(self.came.ending[1])
+            elif now - self._repeated_at > FORWARDING_SECONDS:
+                signal_launch(self.launch_id, signal.SIGKILL)
         return self.process.poll() is not None
 
     @property
