@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from hvdtrain.launch.plan_validation import check_image, check_servers
 from hvdtrain.launch.planning import STALL_TIMES, plan_of
 from hvdtrain.launch.running.session import OutputOptions, RunLimits, run_launch
 from hvdtrain.launch.running.watchdog import limits_of
-from hvdtrain.launch.secrets import MASK, looks_secret, masked, variable_to_pass
+from hvdtrain.launch.secrets import MASK, masked, secret_values, variable_to_pass
 from hvdtrain.launch.slurm.allocation import read_allocation
 from hvdtrain.profiled_steps import MOST_STEPS, PROFILE, STEPS, ProfiledSteps, parse_steps
 from hvdtrain.strategy_names import ALIASES, HOROVOD, STRATEGIES, choose_strategy
@@ -216,7 +216,9 @@ def run(
     view = OutputOptions(log_dir, all_ranks, bool(values["verbose"]), prefix_output_with_timestamp)
     limits = limits_of(hang_timeout) if hang_timeout else None
     patience = RunLimits(grace_seconds, limits, restarts)
-    left_out = _names_left_out(values["env"])
+    # Secret values that only the options contain.
+    secrets = secret_values(values["env"]).items()
+    left_out = [name for name, value in secrets if os.environ.get(name) != value]
     if choice.name != HOROVOD:
         from hvdtrain.cli.run_strategy import other_launch
 
@@ -238,17 +240,6 @@ def run(
     if hang_timeout:
         patience = replace(patience, limits=limits_of(hang_timeout, plan))
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
-
-
-def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
-    """Return the names of variables with a secret value that only the options contain."""
-    return [
-        one.name
-        for one in variables
-        if one.value is not None
-        and looks_secret(one.name, one.value)
-        and os.environ.get(one.name) != one.value
-    ]
 
 
 def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
