@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from hvdtrain.environment import CONTROL_PIPE, GRACE_SECONDS, LAUNCH_ID, STATUS_PIPE
-from hvdtrain.launch.running.line_splitter import Lines
+from hvdtrain.launch.running.line_splitter import LONGEST_NEWS, Lines
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.processes import (
     Pipes,
@@ -28,8 +28,6 @@ from hvdtrain.signals import ending_signals
 from hvdtrain.worker.proc_files import state_of
 
 TICK_SECONDS = 0.1
-LONGEST_NEWS = 1 << 20
-"""Maximum length of a news line in bytes. One line lists the nodes of all tasks."""
 STACKS_SECONDS = 2.0
 """Time for the ranks' stack traces to arrive before a hung run is ended."""
 

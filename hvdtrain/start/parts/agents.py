@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.launch.host_report import HostReport, differences, late, report_of, ssh_problem
-from hvdtrain.launch.running.line_splitter import Lines
+from hvdtrain.launch.running.line_splitter import LONGEST_NEWS, Lines
 from hvdtrain.launch.running.processes import Pipes, start
 from hvdtrain.launch.running.time_limits import END_SECONDS
 from hvdtrain.launch.ssh import ALIVE, BATCH, path_variables, unseen_keys, where
@@ -25,8 +25,6 @@ from hvdtrain.start.parts.host_agent import SILENCE_SECONDS, TICK_SECONDS, Greet
 CONNECT_SECONDS = 10
 BEAT_SECONDS = SILENCE_SECONDS / 6
 _LONGEST_WORDS = 4096
-_LONGEST_NEWS = 1 << 20
-"""Maximum length of a line in bytes. Output comes in pieces of up to 64 kB, which JSON can make six times as long."""
 News = tuple[str, dict[str, Any]]
 
 
@@ -92,7 +90,7 @@ class Agents:
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
-        self._lines = {host: Lines(longest=_LONGEST_NEWS) for host in commands}
+        self._lines = {host: Lines(longest=LONGEST_NEWS) for host in commands}
         self._words = dict.fromkeys(commands, b"")
         self._pipes = Pipes()
         self._processes = {host: start(argv, environ) for host, argv in commands.items()}

@@ -81,7 +81,9 @@ def launch_ranks(arguments: Sequence[str]) -> int:
         problems = [] if elastic else _prepare(parsed, agents, reach, asked)
         if problems:
             raise HvdtrainError("\n".join(problems))
-        hosts = _elastic_hosts(parsed, elastic, asked) if elastic else None
+        brought, unfit = _brought(parsed, asked), _too_long(parsed, asked)
+        limit = parsed.elastic_timeout or ELASTIC_SECONDS
+        hosts = ElasticHosts(elastic, brought, parsed.nics, limit, unfit) if elastic else None
         one_host = not elastic and not remote
         shown = functools.partial(in_command_line, parsed, asked, one_host=one_host)
         replace_functions(parsed, shown, one_host)
@@ -178,18 +180,6 @@ def _too_long(arguments: argparse.Namespace, asked: Collection[str]) -> str:
         f"the {len(sizes)} environment variables for workers on other hosts take {sum(sizes.values())} bytes, "
         f"but a command line has room for {_ROOM}: unset some, or shorten the longest, {longest} "
         f"({sizes[longest]} bytes)"
-    )
-
-
-def _elastic_hosts(
-    arguments: argparse.Namespace, agents: ElasticAgents, asked: Collection[str]
-) -> ElasticHosts:
-    return ElasticHosts(
-        agents,
-        _brought(arguments, asked),
-        arguments.nics,
-        arguments.elastic_timeout or ELASTIC_SECONDS,
-        _too_long(arguments, asked),
     )
 
 
