@@ -12,7 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import hosts_of
 from hvdtrain.launch.launch_command import LaunchCommand, this_site
 from hvdtrain.launch.launchers import LAUNCHERS, one_process, parameter_servers
-from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
+from hvdtrain.launch.launchers.one_process import check_here
 from hvdtrain.launch.launchers.parameter_servers import (
     ServerPlan,
     number_of_workers,
@@ -75,8 +75,7 @@ def other_launch(
         replicas = values.get("np")
         if not ctx.params["dry_run"]:
             check_here(strategy, replicas, os.environ)
-        plan = OneProcessPlan(strategy, program, values["env"], replicas)
-        return one_process.prepare(plan, this_site())
+        return one_process.prepare(strategy, program, values["env"], this_site(), replicas)
     servers_plan = _server_plan(program, workers, 1 if ps is None else ps, values)
     return parameter_servers.prepare(servers_plan, this_site())
 

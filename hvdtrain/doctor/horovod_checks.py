@@ -99,12 +99,12 @@ def checks(options: Options) -> list[Check]:
 def joint_checks(options: Options) -> list[Check]:
     """Return the checks of an allreduce over one rank per host, by each controller, for when every host has passed."""
     where = ["-H", ",".join(f"{host}:1" for host in options.hosts)]
-    if options.interfaces:
-        where += ["--network-interfaces", ",".join(options.interfaces)]
-    if options.ssh_port is not None:
-        where += ["--ssh-port", str(options.ssh_port)]
-    if options.ssh_identity_file is not None:
-        where += ["--ssh-identity-file", str(options.ssh_identity_file)]
+    for option, value in (
+        ("--network-interfaces", ",".join(options.interfaces)),
+        ("--ssh-port", options.ssh_port),
+        ("--ssh-identity-file", options.ssh_identity_file),
+    ):
+        where += [option, str(value)] if value else []
 
     def reduce(controller: Controller) -> Sequence[Result]:
         ranks = len(options.hosts)
