@@ -67,12 +67,6 @@ def parameters_of(width: int, blocks: int) -> int:
 def measure_peaks(case: Case, launch: Launch, width: int, blocks: int) -> list[int]:
     """Train for a few steps; return the peak of each rank, in bytes above its size before the model was built.
 
-    Args:
-        case: Way to train.
-        launch: See `measurement.Launch`.
-        width: Width of the blocks; see `train`.
-        blocks: Number of blocks.
-
     Raises:
         EngineError: If the training failed.
     """

@@ -39,15 +39,6 @@ def measure_overhead(
 ) -> list[Comparison]:
     """Return the milliseconds per step of `fit` and of the Trainer on rank 0, for each pass.
 
-    Args:
-        model: Name of a network in bench.networks.
-        data: "arrays" or "dataset".
-        batch_size: Number of examples per rank.
-        np: Number of ranks, in one launch.
-        passes: Number of passes.
-        launch: See `measurement.Launch`.
-        adopt: Whether `fit` is that of an ordinary script under --adopt.
-
     Raises:
         EngineError: If the measurement failed.
     """

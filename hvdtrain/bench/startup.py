@@ -24,11 +24,6 @@ SCRIPT = f"print('{LINE}', flush=True)\n"
 def measure_startup(np: int, controller: str, passes: int) -> Iterator[Comparison]:
     """Yield the seconds to the first line with horovodrun and with `hvdtrain run`, for each pass.
 
-    Args:
-        np: Number of ranks.
-        controller: "mpi" or "gloo".
-        passes: Number of passes.
-
     Raises:
         EngineError: If a launch failed.
     """

@@ -48,14 +48,7 @@ def other_launch(
     ps: int | None,
     values: dict[str, Any],
 ) -> LaunchCommand:
-    """Prepare the launch.
-
-    Args:
-        ctx: Context of `hvdtrain run`.
-        strategy: Name of the strategy.
-        workers: Number of workers, or None.
-        ps: Number of parameter servers, or None.
-        values: Values of the other options of `hvdtrain run`.
+    """Prepare the launch, for the values of the other options of `hvdtrain run`.
 
     Raises:
         UsageError: An option is invalid or has no effect with the strategy, or this machine lacks its devices.

@@ -318,16 +318,7 @@ def allreduce_result(
     argv: Sequence[str],
     limit: float,
 ) -> Result:
-    """Interpret the launch of an allreduce.
-
-    Args:
-        name: Name of the result.
-        ranks: Number of ranks.
-        said: Result of the launch command.
-        launcher: Output of horovodrun and mpirun.
-        argv: Command for the user to try.
-        limit: Time limit that the launch had, in seconds.
-    """
+    """Interpret the launch of an allreduce, with the output of horovodrun and mpirun (`launcher`)."""
     assert said is not None, "this Python is there"
     again = shlex.join(argv)
     if said.returncode is None:

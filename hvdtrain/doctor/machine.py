@@ -285,13 +285,7 @@ def runs_over_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def check_own_name(name: str, resolve: Callable[[str], object], over_mpi: bool) -> Result:
-    """Check that this machine's name has an address. Without one, ranks crash over Gloo but run over MPI.
-
-    Args:
-        name: Host name of this machine.
-        resolve: Function that raises OSError for a name without an address.
-        over_mpi: Whether MPI can be used here.
-    """
+    """Check that this machine's name has an address. Without one, ranks crash over Gloo but run over MPI."""
     try:
         resolve(name)
     except (OSError, UnicodeError) as error:

@@ -53,11 +53,7 @@ class StoppedPrograms:
     _elsewhere: dict[str, list[StoppedProgram]] = field(default_factory=dict)
 
     def look(self, programs: Iterable[int]) -> list[StoppedProgram]:
-        """Return the stopped programs on all hosts. Call regularly.
-
-        Args:
-            programs: Process IDs of the programs to watch on this host.
-        """
+        """Return the stopped programs on all hosts; on this one, those of these process IDs. Call regularly."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             if now - self._looked > PAUSE_SECONDS:

@@ -178,11 +178,7 @@ class Watchdog:
             self._resumed = time.monotonic()
 
     def verdict(self, programs: Iterable[StoppedProgram] = ()) -> Verdict:
-        """Return why the run cannot continue, if so.
-
-        Args:
-            programs: Stopped programs between the launcher and its ranks.
-        """
+        """Return why the run cannot continue, if so."""
         now = time.monotonic()
         if now - self._asked > PAUSE_SECONDS:
             self._resumed = now
@@ -281,12 +277,7 @@ def _away(ranks: Sequence[RankStatus], ways: Sequence[_Way]) -> str:
 
 
 def verdict(ranks: Sequence[RankStatus], limits: Limits) -> Verdict:
-    """Return why a run with these ranks cannot continue, and what each rank is doing.
-
-    Args:
-        ranks: State of all ranks.
-        limits: Time limits, extended by the longest phase that a rank has announced.
-    """
+    """Return why a run with these ranks cannot continue, and what each rank is doing."""
     there = [one for one in ranks if one.state != "gone"]
     patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
     limits = limits.longer_by(patience)

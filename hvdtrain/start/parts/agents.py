@@ -213,12 +213,7 @@ def greet(
 ) -> Answers:
     """Greet every host and wait for all answers, for at most `reach.seconds` or until `give_up()` is true.
 
-    Args:
-        agents: Agents of the hosts.
-        greetings: Greeting for each host of `agents`.
-        own: Report of the launcher's own host, whose versions must match.
-        reach: How the hosts are reached.
-        give_up: Function polled while waiting.
+    The versions of a host must be those of the launcher's own.
     """
     for host, greeting in greetings.items():
         agents.order(host, **asdict(greeting))

@@ -47,11 +47,6 @@ def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
     SIGUSR1 to this process warns the ranks on all hosts, and SIGUSR2 makes them print their stacks; the run continues.
     SIGINT, SIGTERM and SIGHUP (unless ignored) end the run on all hosts: ranks whose script has a handler for the
     signal receive it and get HVDTRAIN_GRACE_SECONDS; a second signal ends everything at once.
-
-    Args:
-        run: Function that runs the launcher and returns its exit code.
-        launch_id: ID of the launch.
-        agents: Agents on the other hosts.
     """
     ending = ending_signals()
     watched = {*ending, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
@@ -282,13 +277,7 @@ class _End:
 
 
 def how_lost(host: str, code: int, words: str) -> str:
-    """Explain why a host's agent has ended.
-
-    Args:
-        host: Name of the host.
-        code: Exit code of the ssh that ran the agent; negative if a signal ended ssh.
-        words: Output of ssh or the agent.
-    """
+    """Explain why a host's agent has ended, from the exit code of its ssh (negative: a signal's) and the last words."""
     broke = f"the connection to host {host} was lost"
     last = words.strip().rpartition("\n")[2].strip()
     if code < 0:
