@@ -44,12 +44,7 @@ LINES = 15
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two figures of one pass, measured one after the other: their ratio hardly depends on the machine's varying speed.
-
-    Attributes:
-        reference: Figure to compare with.
-        measured: Figure of interest.
-    """
+    """Two figures of one pass, measured in turn: their ratio hardly depends on the varying speed of the machine."""
 
     reference: float
     measured: float

@@ -121,13 +121,7 @@ def joint_checks(options: Options) -> list[Check]:
 
 @dataclass(frozen=True)
 class Build:
-    """Capabilities of a loaded Horovod and its TensorFlow.
-
-    Attributes:
-        mpi, gloo, nccl: Whether Horovod was built with each of these.
-        tensorflow_cuda: Whether TensorFlow was built for GPUs.
-        gpus: Number of GPUs that TensorFlow sees.
-    """
+    """Capabilities of a loaded Horovod and its TensorFlow."""
 
     mpi: bool
     gloo: bool

@@ -23,12 +23,7 @@ def prepare(
 ) -> LaunchCommand:
     """Prepare `env NAME=VALUE... python -m hvdtrain.worker SCRIPT`, unsetting variables that would make it a rank.
 
-    Args:
-        strategy: `tpu` or `central-storage`.
-        program: Program to run.
-        variables: Variables for the process. A secret has no value here, only in the environment.
-        site: Site of the launch.
-        replicas: Number of replicas. None uses one per device.
+    A variable that is secret has no value here, only in the environment. Without `replicas`, there is one per device.
     """
     settings = {
         **dict.fromkeys(sorted(filter(is_rank_variable, site.environ))),

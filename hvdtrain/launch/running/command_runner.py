@@ -66,11 +66,7 @@ class Run(Protocol):
         """Return whether a rank reported a failure, so that the job has to end."""
 
     def is_hung(self, command: int) -> bool:
-        """Return whether the job hangs. If so, its ranks print their stacks and it is ended.
-
-        Args:
-            command: Process ID of the command.
-        """
+        """Return whether the job of this process ID hangs. If so, its ranks print their stacks and it is ended."""
 
     def take_orders(self) -> bytes:
         """Return lines for the command's pipe in HVDTRAIN_ORDERS. Called after `is_hung`."""
@@ -87,13 +83,8 @@ def run_process(
 ) -> Ending:
     """Run `argv` until it ends or a signal ends it, leaving no processes behind.
 
-    Args:
-        argv: Command to run.
-        run: Callbacks.
-        output: Receives the output of the command. Once it has no reader any more, the run is ended as by SIGTERM.
-        environment: Complete environment of the command.
-        launch_id: Unique ID of this launch.
-        grace: Seconds for scripts that handle the user's signal.
+    Scripts that handle the user's signal have `grace` seconds. Once `output` has no reader any more, the run is ended
+    as by SIGTERM.
 
     Raises:
         CannotStart: The command cannot be started.
@@ -280,12 +271,7 @@ def _guarded(launch_id: str) -> Iterator[None]:
 
 @dataclass
 class _Signals:
-    """Signals that this process received.
-
-    Attributes:
-        ending: Signals that end the run.
-        warnings: SIGUSR1, once for each time it was received.
-    """
+    """Signals that this process received."""
 
     ending: list[signal.Signals] = field(default_factory=list)
     warnings: list[signal.Signals] = field(default_factory=list)

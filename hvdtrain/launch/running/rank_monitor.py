@@ -58,12 +58,7 @@ def topmost(parents: Mapping[int, int]) -> set[int]:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank, or a process that a rank has started.
-
-    Attributes:
-        environ: Initial environment of the process.
-        state: State of the process in /proc.
-    """
+    """A rank, or a process that a rank has started."""
 
     environ: Mapping[str, str]
     state: ProcessState
@@ -158,12 +153,7 @@ def as_json(statuses: Iterable[RankStatus]) -> list[dict[str, Any]]:
 
 
 def from_json(statuses: Iterable[dict[str, Any]], host: str | None = None) -> list[RankStatus]:
-    """Convert the result of `as_json` back. Raises TypeError for invalid fields.
-
-    Args:
-        statuses: One dictionary per rank.
-        host: Host to set for all ranks. None keeps their own.
-    """
+    """Convert the result of `as_json` back, for ranks of `host` if it is given. Raises TypeError for invalid fields."""
     found = [_status(**fields) for fields in statuses]
     return found if host is None else [replace(one, host=host) for one in found]
 

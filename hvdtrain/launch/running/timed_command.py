@@ -90,14 +90,7 @@ def run(
     """Run `argv` for at most `limit` seconds. Returns None if there is no such program.
 
     Launchers start processes in sessions of their own, so everything that the command starts is found, and ended, by a
-    mark in its environment.
-
-    Args:
-        argv: Program and its arguments.
-        limit: Time limit in seconds.
-        environ: Complete environment of the program.
-        stdin: What it reads.
-        mark: The mark, for `signal_launch`; default: one of its own.
+    mark in its environment (for `signal_launch`; default: one of its own).
     """
     mark = mark or new_mark()
     return _run(

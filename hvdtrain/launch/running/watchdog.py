@@ -63,12 +63,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run cannot continue; falsy while it can.
-
-    Attributes:
-        text: Reason, and what each rank is doing.
-        culprits: Ranks that the others wait for, if known.
-    """
+    """Why a run cannot continue; falsy while it can."""
 
     text: str = ""
     culprits: tuple[RankStatus, ...] = ()

@@ -140,10 +140,7 @@ def start_time(text: str) -> float | None:
 def follow_job(job_id: str, output: BinaryIO, say: Callable[[str], None]) -> int:
     """Wait until a job, or every task of an array, has ended, and return its exit code.
 
-    Args:
-        job_id: ID of the job.
-        output: Stream to which the output of a job without an array is copied as it comes.
-        say: Function called with a message for each change of state.
+    The output of a job without an array is copied to `output` as it comes, and each change of state is told to `say`.
 
     Raises:
         HvdtrainError: Slurm no longer responds.

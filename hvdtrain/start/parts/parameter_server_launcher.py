@@ -122,14 +122,7 @@ def layout_of(options: argparse.Namespace) -> Layout:
 
 @dataclass
 class Launch:
-    """One launch, from the greeting of its agents to the exit code.
-
-    Attributes:
-        layout: Assignment of processes to hosts.
-        options: Parsed command line.
-        agents: Agents of all hosts.
-        received: Signals to this process, in order of arrival.
-    """
+    """One launch, from the greeting of its agents to the exit code."""
 
     layout: Layout
     options: argparse.Namespace
