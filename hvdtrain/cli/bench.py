@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from hvdtrain.bench.bandwidth import FACTORS, RAW, SIZES, Timing, measure_collectives
-from hvdtrain.bench.figures import Figure
+from hvdtrain.bench.figures import Figure, three_digits
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, in_passes, medians
 from hvdtrain.bench.peers import REFERENCE, WAYS, measure_peers
@@ -79,13 +79,13 @@ def scaling(
     done: list[Pass] = []
     for one in measure(model, batch_size, way, passes, np, raw, launch):
         done.append(one)
-        rates = (f"{name} {getattr(one, key):,.0f}" for key, name in names.items())
+        rates = (f"{name} {three_digits(getattr(one, key))}" for key, name in names.items())
         click.echo(f"  {', '.join(rates)}; scaling {one.scaling(one.ranks):.3f}")
     click.echo(f"medians of {passes} passes; last, the workers' rate divided by it:")
     for key, name in names.items():
         rate = statistics.median(getattr(one, key) for one in done)
         ratio = in_passes([one.ranks / getattr(one, key) for one in done])
-        click.echo(f"  {name:35} {rate:8,.0f} examples/s {ratio}")
+        click.echo(f"  {name:35} {three_digits(rate):>8} examples/s {ratio}")
     click.echo(f"scaling: {in_passes([one.scaling(one.ranks) for one in done])} of perfect")
     figures = (
         Figure(name, tuple(getattr(one, key) for one in done)) for key, name in names.items()
@@ -121,13 +121,15 @@ def peers(
             continue
         done[name] = turns
         reference, rate, _ = medians(turns)
-        click.echo(f"  {WAYS[name].title}: {rate:,.0f} examples/s; in turns with {reference:,.0f}")
+        click.echo(
+            f"  {WAYS[name].title}: {three_digits(rate)} examples/s; in turns with {three_digits(reference)}"
+        )
     ratios = {name: [one.ratio for one in turns] for name, turns in done.items()}
     ratios[REFERENCE] = [1.0]
     names = sorted(ratios, key=lambda name: statistics.median(ratios[name]), reverse=True)
     alone = statistics.median(one.reference for turns in done.values() for one in turns)
     click.echo(
-        f"medians of {passes}, as a fraction of one process on all cores ({alone:,.0f} examples/s):"
+        f"medians of {passes}, as a fraction of one process on all cores ({three_digits(alone)} examples/s):"
     )
     for name in names:
         click.echo(f"  {WAYS[name].title:45} {in_passes(ratios[name])}")
