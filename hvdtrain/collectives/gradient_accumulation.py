@@ -24,7 +24,7 @@ def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
 
     Args:
         variable: Accumulator of this rank.
-        reduction: Reduction of the accumulated gradients.
+        reduction: The optimizer's `hvdtrain_accumulated`.
         name: Last part of the collective's name.
     """
     value = tf_variable(variable).read_value()
@@ -95,10 +95,11 @@ def _waiting(optimizers: Sequence[Any]) -> list[tuple[tf.Variable, Reduction]]:
     found = []
     for optimizer in optimizers:
         own = {id(v) for v in accumulators(optimizer)}
-        reducer = inner_of(optimizer).hvdtrain_reducer
+        inner = inner_of(optimizer)
         for variable, slots in optimizer_slots(optimizer):
-            if not reducer.is_local(variable):
-                found += [(tf_variable(s), reducer.reduction) for s in slots if id(s) in own]
+            if not inner.hvdtrain_reducer.is_local(variable):
+                reduction = inner.hvdtrain_accumulated
+                found += [(tf_variable(s), reduction) for s in slots if id(s) in own]
     return found
 
 
