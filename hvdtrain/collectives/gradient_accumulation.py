@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Adasum, Average, Sum
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import tf_variable, values_kept
 
 
 def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
@@ -81,13 +81,9 @@ def restored_by_first(optimizers: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def as_one_process(optimizers: Sequence[Any]) -> Iterator[None]:
     """Context in which every rank's accumulators hold what one process would have. A collective at its beginning."""
-    before = [(variable, variable.numpy()) for variable, _ in _waiting(optimizers)]
-    _combine(optimizers)
-    try:
+    with values_kept(common_accumulators(optimizers)):
+        _combine(optimizers)
         yield
-    finally:
-        for variable, value in before:
-            variable.assign(value)
 
 
 def _waiting(optimizers: Sequence[Any]) -> list[tuple[tf.Variable, Reduction]]:
