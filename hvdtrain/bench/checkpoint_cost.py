@@ -103,14 +103,12 @@ def time_both(name: str, batch_size: int, every: int, folder: str) -> dict[str, 
         self: FitCheckpoints,
         model: keras.Model,
         logs: Any,
-        epoch: int,
-        step: int = 0,
-        stopped: bool = False,
+        position: Any,
         last: bool = False,
     ) -> None:
-        if step or last:  # Otherwise an epoch ends.
+        if position.step or last:  # Otherwise an epoch ends.
             began = time.perf_counter()
-            save(self, model, logs, epoch, step, stopped, last)
+            save(self, model, logs, position, last)
             waits.append(time.perf_counter() - began)
             clock.writing = self._writing
 

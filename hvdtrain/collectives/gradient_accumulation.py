@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Adasum, Average, Sum
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.variables import tf_variable, values_kept
 
 
 def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
@@ -24,7 +24,7 @@ def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
 
     Args:
         variable: Accumulator of this rank.
-        reduction: Reduction of the accumulated gradients.
+        reduction: The optimizer's `hvdtrain_accumulated`.
         name: Last part of the collective's name.
     """
     value = tf_variable(variable).read_value()
@@ -81,13 +81,9 @@ def restored_by_first(optimizers: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def as_one_process(optimizers: Sequence[Any]) -> Iterator[None]:
     """Context in which every rank's accumulators hold what one process would have. A collective at its beginning."""
-    before = [(variable, variable.numpy()) for variable, _ in _waiting(optimizers)]
-    _combine(optimizers)
-    try:
+    with values_kept(common_accumulators(optimizers)):
+        _combine(optimizers)
         yield
-    finally:
-        for variable, value in before:
-            variable.assign(value)
 
 
 def _waiting(optimizers: Sequence[Any]) -> list[tuple[tf.Variable, Reduction]]:
@@ -95,10 +91,11 @@ def _waiting(optimizers: Sequence[Any]) -> list[tuple[tf.Variable, Reduction]]:
     found = []
     for optimizer in optimizers:
         own = {id(v) for v in accumulators(optimizer)}
-        reducer = inner_of(optimizer).hvdtrain_reducer
+        inner = inner_of(optimizer)
         for variable, slots in optimizer_slots(optimizer):
-            if not reducer.is_local(variable):
-                found += [(tf_variable(s), reducer.reduction) for s in slots if id(s) in own]
+            if not inner.hvdtrain_reducer.is_local(variable):
+                reduction = inner.hvdtrain_accumulated
+                found += [(tf_variable(s), reduction) for s in slots if id(s) in own]
     return found
 
 

@@ -59,6 +59,14 @@ def tell_saved(where: str) -> None:
             _ask(os.environ, SAVED, where, method="PUT", timeout=TELL_SECONDS)
 
 
+def has_saved(environ: Mapping[str, str]) -> bool:
+    """Whether this elastic job has saved a checkpoint on disk; False if its launcher is Horovod's own, or has gone."""
+    try:
+        return _ask(environ, SAVED, ON_DISK) == ON_DISK
+    except OSError:
+        return False
+
+
 class Commits:
     """Reports commits to the launcher, at most one per SAVED_SECONDS."""
 

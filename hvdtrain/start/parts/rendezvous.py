@@ -153,6 +153,8 @@ def elastic_handler(driver: Any) -> type[RendezvousHandler]:
 
     class Handler(handler):
         def _get_value(self, scope: str, key: str) -> bytes | None:
+            if scope == SAVED:
+                return key.encode() if driver.has_checkpoint else b""
             if scope not in (ARRIVAL, NEXT_PLACE):
                 value: bytes | None = super()._get_value(scope, key)
                 return value
