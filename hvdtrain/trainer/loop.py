@@ -263,7 +263,7 @@ class Loop:
         self.record.events.begin_steps()
         # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.
         together = 1 if isinstance(plan.train, ShardedSource) else self.steps_per_execution
-        groups = grouped(shares, together, self.strategy.part.count)
+        groups = iter(lambda: list(itertools.islice(shares, together)), [])
         for group in self.record.profile.steps(groups):
             if self.saved is not None and done > skip:
                 self._save_if_due(self.saved, step_logs, epoch, done)
@@ -272,7 +272,8 @@ class Loop:
             if self.probe and done == 0 and is_first:
                 self.steps.probe(group[0])
             callbacks.on_train_batch_begin(done)
-            step_logs = self.steps.train(group)
+            for alike in grouped(group, self.strategy.part.count):
+                step_logs = self.steps.train(alike)
             share = group[-1]
             if self.losses is not None:
                 self.losses.add(epoch, done + len(group) - 1, len(group), step_logs, share)

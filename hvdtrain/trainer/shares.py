@@ -56,8 +56,8 @@ def checksum_of(shares: Iterable[Share], before: int = 0) -> int:
     return before
 
 
-def grouped(shares: Iterator[Share], size: int, count: int) -> Iterator[list[Share]]:
-    """Yield lists of up to `size` consecutive shares that can run together: equal shapes, and no idle rank.
+def grouped(shares: Iterable[Share], count: int) -> Iterator[list[Share]]:
+    """Yield lists of consecutive shares that can run together: equal shapes, and no idle rank.
 
     All `count` ranks that share the data group alike, whether or not they are idle themselves.
     """
@@ -68,9 +68,6 @@ def grouped(shares: Iterator[Share], size: int, count: int) -> Iterator[list[Sha
             yield group
             group = []
         group.append(share)
-        if len(group) == size:
-            yield group
-            group = []
     if group:
         yield group
 

@@ -169,12 +169,11 @@ def test_steps_of_one_execution_are_alike() -> None:
         return Share(((),), examples, global_examples, 0, 0)
 
     full, tail, idle = share(4, 8), share(2, 5), share(0, 1)
-    found = list(grouped(iter([full, full, full, full, full, tail, idle, idle]), 2, 2))
-    assert found == [[full, full], [full, full], [full], [tail], [idle], [idle]]
-    assert list(grouped(iter([full, full]), 1, 2)) == [[full], [full]]
+    found = list(grouped([full, full, full, tail, full, idle, idle], 2))
+    assert found == [[full, full, full], [tail], [full], [idle], [idle]]
     # The rank that has the only example groups as the one that has none.
     only = share(1, 1)
-    assert list(grouped(iter([only, only]), 2, 2)) == [[only], [only]]
+    assert list(grouped([only, only], 2)) == [[only], [only]]
 
 
 # run_dir.

@@ -104,12 +104,48 @@ found["predictions"] = [model.predict(x, batch_size=8, verbose=0) for _ in range
 found["weights"] = model.get_weights()
 """
 
+CALLED = """
+calls, orders = [], []
+def order(logs):
+    orders.append([sorted(logs).index(name) for name in logs])
+class Calls(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None): calls.append(batch)
+    def on_train_batch_end(self, batch, logs=None): calls.append(-len(logs))
+    def on_epoch_end(self, epoch, logs=None): order(logs)
+    def on_test_end(self, logs=None): order(logs)
+model = built()
+model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae", "acc"], steps_per_execution=2)
+fit = model.fit(x, y, batch_size=9, epochs=2, validation_data=(x, y), verbose=0, callbacks=[Calls()])
+order(fit.history)
+order(model.evaluate(x, y, batch_size=9, verbose=0, return_dict=True, callbacks=[Calls()]))
+found["calls"], found["weights"], found["order of logs"] = calls, model.get_weights(), orders
+"""
+
+WHOLE = """
+import random
+class Held(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.held = (tf.Variable(random.SystemRandom().random()),)  # Another one on each rank.
+    def call(self, x):
+        return x * self.held[0]
+norm = keras.layers.Normalization()
+norm.adapt(x + random.SystemRandom().random())
+model = built(norm, Held())
+model.compile("sgd", keras.losses.Dice())  # Of the whole batch.
+model.fit(x, abs(y), batch_size=16, verbose=0)
+own, shared = model(x).numpy(), model.predict(x, batch_size=16, verbose=0)
+found["predictions"] = shared / own
+"""
+
 SCRIPTS = {
     "files of callbacks": FILES,
     "numbers that are drawn": DRAWS,
     "generators that end": ENDS,
     "errors of rank 0": ERRORS,
     "states of rows": ROWS,
+    "calls of callbacks": CALLED,
+    "what every rank trains": WHOLE,
 }
 
 
