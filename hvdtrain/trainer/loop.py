@@ -371,7 +371,8 @@ class Loop:
         if share is None:
             raise UsageError("The evaluation data has no batches: nothing to evaluate on")
         self.steps.finish()
-        logs = self.strategy.logs(self.model, step_logs, share)
+        # In Keras's order.
+        logs = dict(sorted(self.strategy.logs(self.model, step_logs, share).items()))
         # Also where it ends early: a callback may have exchanged the weights in on_test_begin.
         callbacks.on_test_end(logs)
         return None if ended else logs
