@@ -46,9 +46,19 @@ from hvdtrain.keras.fit import prepare_fit
 from hvdtrain.keras.optimizer import undistribute
 from hvdtrain.keras.sync_batch_norm import synchronized
 from hvdtrain.keras.writers import on_this_rank
-from hvdtrain.keras_internals.models import compile_config, optimizers_of, overridden
+from hvdtrain.keras_internals.models import (
+    compile_config,
+    optimizers_of,
+    overridden,
+    refresh_constants,
+)
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
+from hvdtrain.keras_internals.variables import (
+    seed_variables,
+    tf_variable,
+    unique,
+    untracked_variables,
+)
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.trainer import Trainer
@@ -328,7 +338,8 @@ class AdoptedFits:
         given.pop("self")
         history = original(model, **given)
         variables = [*model.variables, *(v for o in optimizers_of(model) for v in o.variables)]
-        copy_variables(unique(variables), 0, ALL_RANKS)
+        copy_variables(unique([*variables, *untracked_variables(model)]), 0, ALL_RANKS)
+        refresh_constants(model)
         history.history = ALL_RANKS.exchange(_plain(history.history), "adopted_history")[0]
         return history
 
