@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.adopt.batches import batch_examples
+from hvdtrain.adopt.keras_order import KerasItems
 from hvdtrain.data.arrays import convert, unpack
 from hvdtrain.data.structures import count_examples, cut
 from hvdtrain.errors import UsageError
@@ -50,7 +51,8 @@ class Evaluation:
         """
         batch = _batch(data, batch_size, steps)
         if steps is None:
-            return cls(data, batch)
+            is_items = isinstance(data, keras.utils.PyDataset)
+            return cls(KerasItems(data, False) if is_items else data, batch)
         if isinstance(data, tf.data.Dataset):
             return cls(data.take(steps), batch, not 0 <= int(data.cardinality()) <= steps)
         if isinstance(data, Iterator | keras.utils.PyDataset):

@@ -30,7 +30,7 @@ from hvdtrain.adopt.evaluations import Evaluation, depends_on_batches
 from hvdtrain.adopt.fit_writes import written_paths
 from hvdtrain.adopt.frozen_layers import Flags, trained_as, trained_layers
 from hvdtrain.adopt.growth import Growth
-from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
+from hvdtrain.adopt.keras_order import KerasItems, ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import NOT_GROWN, WHOLE, Notes
 from hvdtrain.adopt.own_draws import own_draws
 from hvdtrain.adopt.private_folder import PrivateFolder
@@ -273,12 +273,11 @@ class AdoptedFits:
         validation = Evaluation.of(held_out, wanted, given["validation_steps"])
         notes = known_differences(model, self._seed.is_set)
         train, shuffle = (data, *train[1:]), given["shuffle"]
-        if shuffle and self._seed.is_set:
-            shuffled = in_keras_order(train, own, shuffle, given["steps_per_epoch"])
-            if shuffled is not None:
-                train, shuffle = (shuffled, None, None), False
-            elif isinstance(data, keras.utils.PyDataset):
-                notes += ". Its items, not all as long, come in another order than on one process"
+        in_order = bool(shuffle and self._seed.is_set)
+        if in_order and is_arrays(data):
+            train, shuffle = (in_keras_order(train, own, shuffle), None, None), False
+        elif isinstance(data, keras.utils.PyDataset) and size == own:
+            train, shuffle = (KerasItems(data, in_order), *train[1:]), shuffle and not in_order
 
         def begin(logs: Any) -> None:
             unlike = validation.unlike(model, size) if size == own else ""

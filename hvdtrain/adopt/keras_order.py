@@ -1,4 +1,4 @@
-"""The order in which keras.Model.fit shuffles arrays and the items of a PyDataset, if the script has set a seed.
+"""How keras.Model.fit shuffles arrays and the items of a PyDataset, if the script has set a seed, and takes the latter.
 
 A script that calls keras.utils.set_random_seed or tf.random.set_seed trains on the same batches each time, and should
 on several workers, too. Keras 3.15 draws one order of arrays for all epochs, in a tf.data pipeline that is asked for it
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -18,9 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from hvdtrain.adopt.batches import examples_in
-from hvdtrain.data.arrays import convert, is_arrays, unpack
-from hvdtrain.data.py_dataset import is_py_dataset
+from hvdtrain.data.arrays import convert, unpack
 from hvdtrain.data.structures import count_examples, take
 
 
@@ -47,67 +45,56 @@ class ScriptsSeed:
             yield
 
 
-def in_keras_order(
-    data: tuple[Any, Any, Any], batch_size: int, shuffle: bool | str, steps: int | None
-) -> Any:
-    """Return data for a Trainer that does not shuffle, in the order in which Keras shuffles `data`.
+class KerasItems(keras.utils.PyDataset):
+    """The items of a PyDataset as Keras trains on them: each is a batch, whatever its length.
 
     Args:
-        data: x, y and sample_weight of a fit; None for what is left out.
-        batch_size: Number of examples in a batch.
-        shuffle: As in keras.Model.fit.
-        steps: Number of steps in an epoch; None: all of the data.
-
-    Returns:
-        (x[, y[, sample_weight]]) or a PyDataset; None for data of which only a Trainer's own order is known.
-
-    Raises:
-        UsageError: These are not arrays of the same length.
+        dataset: The script's.
+        shuffle: Whether to draw their order as Keras draws it when an epoch begins.
     """
-    if is_arrays(data[0]):
-        return _shuffled_arrays(unpack(*data), batch_size, shuffle)
-    if is_py_dataset(data[0]) and steps is None and _has_equal_items(data[0]):
-        return ShuffledItems(data[0])
-    return None
 
+    hvdtrain_items_are_batches = True
 
-class ShuffledItems(keras.utils.PyDataset):
-    """The items of a PyDataset in an order that is drawn as Keras draws it when an epoch begins."""
-
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, shuffle: bool) -> None:
         super().__init__(dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size)
         self._dataset = dataset
-        self._order = list(range(dataset.num_batches))
+        self._shuffles = shuffle
+        self._order: Sequence[int] = ()
 
     @property
-    def num_batches(self) -> int:
-        return len(self._order)
+    def num_batches(self) -> int | None:
+        count: int | None = self._dataset.num_batches
+        return count
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._order[index]]
+        return self._dataset[self._order[index] if self._order else index]
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
-        self._order = list(range(self._dataset.num_batches))
-        random.shuffle(self._order)
+        if self._shuffles and self.num_batches is not None:
+            self._order = list(range(self.num_batches))
+            random.shuffle(self._order)
 
     def on_epoch_end(self) -> None:
         self._dataset.on_epoch_end()
 
 
-def _shuffled_arrays(data: Any, batch_size: int, shuffle: bool | str) -> tuple[Any, ...]:
-    arrays = convert(data)
+def in_keras_order(data: tuple[Any, Any, Any], batch_size: int, shuffle: bool | str) -> Any:
+    """Return arrays for a Trainer that does not shuffle, in the order in which Keras shuffles them.
+
+    Args:
+        data: x, y and sample_weight of a fit; None for what is left out.
+        batch_size: Number of examples in a batch.
+        shuffle: As in keras.Model.fit.
+
+    Returns:
+        (x[, y[, sample_weight]]).
+
+    Raises:
+        UsageError: These are not arrays of the same length.
+    """
+    arrays = convert(unpack(*data))
     examples = count_examples(arrays, "the data")
     adapter = ArrayDataAdapter(np.arange(examples)[:, None], batch_size=batch_size, shuffle=shuffle)
     batches = [batch.numpy().ravel() for batch in adapter.get_tf_dataset()]
-    found: tuple[Any, ...] = take(arrays, np.concatenate(batches))
-    return found
-
-
-def _has_equal_items(dataset: Any) -> bool:
-    """Whether the items of a PyDataset are equally long, as far as the first and the last one show.
-
-    A Trainer takes a shorter one at the end only, so it cannot be shuffled among the others.
-    """
-    count = dataset.num_batches
-    return bool(count) and examples_in(dataset[0]) == examples_in(dataset[count - 1])
+    return take(arrays, np.concatenate(batches))

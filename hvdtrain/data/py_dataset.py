@@ -3,7 +3,8 @@
 Keras's items are batches, all equally long except the last. If an item is no longer than a rank's share
 (global_batch_size / workers), each rank calls `__getitem__` for its own part of them only. Items as long as the global
 batch are requested by every rank, which takes its rows. If items are not equally long, or never end, every rank
-requests all of them, in order.
+requests all of them, in order. So it does if the dataset says, in the attribute `hvdtrain_items_are_batches`, that its
+items are the global batches, of any length.
 
 Items that draw random numbers, from a global generator or one that the dataset holds (`held_random`), draw them by
 seed, pass and index, on whichever rank.
@@ -60,6 +61,11 @@ class Items:
                 "never ends)."
             ) from None
         return None if count is None else int(count)
+
+    @property
+    def are_batches(self) -> bool:
+        """Whether they are the global batches, whatever their lengths."""
+        return getattr(self.dataset, "hvdtrain_items_are_batches", False)
 
     def __getitem__(self, index: int) -> Any:
         # As in Keras: train_step gets a single array as (x,); a dict stays a dict.
@@ -123,6 +129,8 @@ def py_dataset_stream(items: Items, reading: ReadOptions) -> Stream:
             map(items.__getitem__, first), items.name, reading.float_dtype
         ),
         endless=count is None,
+        whole=items.are_batches,
+        steps=count if items.are_batches else None,
         skip=items.skip,
         reset=items.dataset.on_epoch_end,
     )
@@ -245,7 +253,7 @@ def py_dataset_source(dataset: Any, reading: ReadOptions) -> ItemSource | None:
     """Return the source of a PyDataset; None unless its first two items and the last show equal lengths."""
     items = Items(dataset)
     count = items.count
-    if not count:
+    if not count or items.are_batches:
         return None
     looked_at = [items[index] for index in sorted({0, min(1, count - 1), count - 1})]
     given = common_element(looked_at, items.name, reading.float_dtype)

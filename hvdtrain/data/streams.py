@@ -52,6 +52,7 @@ class Stream:
             alone is not a tuple), without disturbing the passes. A dimension that varies is None.
         endless: Whether a pass is known never to end.
         once: Whether there is only one pass, which cannot be restarted.
+        whole: Whether its batches are the global ones, whatever their lengths.
         steps: Number of global batches in a pass; None if unknown.
         examples: Number of examples in a pass; None if unknown.
         point: Point after which each rank continues with only its own examples, if any.
@@ -65,6 +66,7 @@ class Stream:
     element: Callable[[], Any]
     endless: bool = False
     once: bool = False
+    whole: bool = False
     steps: int | None = None
     examples: int | None = None
     point: ShardPoint | None = None
@@ -155,7 +157,7 @@ class StreamSource:
             return
         size = structures.count_examples(first, "")
         batches = itertools.chain([first], batches)
-        if self.varies or size == self.reading.global_batch_size:
+        if self.stream.whole or self.varies or size == self.reading.global_batch_size:
             found = self._as_they_come(batches)
         else:
             if self.reading.warns_of_joining(size, part.count):
@@ -202,7 +204,7 @@ class StreamSource:
         short = 0
         for batch in batches:
             examples = structures.count_examples(batch, "")
-            if examples > self.reading.global_batch_size:
+            if examples > self.reading.global_batch_size and not self.stream.whole:
                 other = "" if self.varies else ", or cut them to one size (Dataset.rebatch)"
                 raise UsageError(
                     f"a batch of the {self.stream.name} has {examples} examples, more than global_batch_size "

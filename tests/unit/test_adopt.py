@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hvdtrain.adopt.batches import Replayable, batch_examples
 from hvdtrain.adopt.early_settings import late_settings_left_out
 from hvdtrain.adopt.evaluations import Evaluation
-from hvdtrain.adopt.keras_order import ScriptsSeed, in_keras_order
+from hvdtrain.adopt.keras_order import KerasItems, ScriptsSeed, in_keras_order
 from hvdtrain.adopt.random_maps import random_maps_in_order
 from hvdtrain.adopt.same_seeds import same_seeds
 from hvdtrain.cli.command_table import main
@@ -112,7 +112,7 @@ def test_the_order_of_the_examples_is_kerass(shuffle: Any) -> None:
     model = Seen()
     model.compile("sgd", "mse")
     model.fit(NUMBERS, NUMBERS, batch_size=4, epochs=3, verbose=0, shuffle=shuffle)
-    x, y, weights = in_keras_order((NUMBERS, -NUMBERS, NUMBERS[:, 0] * 2), 4, shuffle, None)
+    x, y, weights = in_keras_order((NUMBERS, -NUMBERS, NUMBERS[:, 0] * 2), 4, shuffle)
     assert model.seen == list(x.ravel()) * 3 != list(NUMBERS.ravel()) * 3
     assert np.array_equal(-x, y) and np.array_equal(2 * x[:, 0], weights)
 
@@ -132,25 +132,21 @@ class Pairs(keras.utils.PyDataset):
         return rows, rows
 
 
-def test_the_order_of_the_items_of_a_py_dataset_is_kerass() -> None:
+@pytest.mark.parametrize("numbers", [NUMBERS, NUMBERS[:9]], ids=["equal", "a shorter one"])
+def test_the_order_of_the_items_of_a_py_dataset_is_kerass(numbers: np.ndarray) -> None:
     model = Seen()
     model.compile("sgd", "mse")
     random.seed(3)
-    model.fit(Pairs(), epochs=3, verbose=0)
+    model.fit(Pairs(numbers), epochs=3, verbose=0)
     random.seed(3)
-    shuffled = in_keras_order((Pairs(), None, None), 2, True, None)
+    shuffled = KerasItems(Pairs(numbers), shuffle=True)
     found = []
     for _ in range(3):
         shuffled.on_epoch_begin()
-        found += [x for index in range(shuffled.num_batches) for x in shuffled[index][0].ravel()]
+        assert shuffled.num_batches == 5
+        found += [x for index in range(5) for x in shuffled[index][0].ravel()]
         shuffled.on_epoch_end()
-    assert model.seen == found != list(NUMBERS.ravel()) * 3
-
-
-def test_items_whose_order_is_left_to_the_trainer() -> None:
-    """A shorter one at the end, and epochs that are not one pass."""
-    assert in_keras_order((Pairs(NUMBERS[:9]), None, None), 2, True, None) is None
-    assert in_keras_order((Pairs(), None, None), 2, True, 3) is None
+    assert model.seen == found != list(numbers.ravel()) * 3
 
 
 def test_a_script_sets_its_seed() -> None:

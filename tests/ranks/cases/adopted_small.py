@@ -121,6 +121,28 @@ order(model.evaluate(x, y, batch_size=9, verbose=0, return_dict=True, callbacks=
 found["calls"], found["weights"], found["order of logs"] = calls, model.get_weights(), orders
 """
 
+ITEMS = """
+class Items(keras.utils.PyDataset):
+    def __init__(self, ends, changes=False):
+        super().__init__()
+        self.ends, self.changes, self.epochs = ends, changes, 0
+    def __len__(self):
+        return len(self.ends) - 1
+    def __getitem__(self, n):
+        rows = slice(*self.ends[n : n + 2])
+        return x[rows] + self.changes * self.epochs, y[rows]
+    def on_epoch_end(self):
+        self.epochs += 1
+for name, ends in {"short": (0, 8, 16, 19, 27), "long": (0, 8, 16, 30, 38, 40), "last": (0, 16, 32, 37)}.items():
+    for steps in (None, 2):
+        model, told = built(), []
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda n, logs: told.append(note.params["steps"]))
+        held = Items(ends)
+        fit = model.fit(Items(ends, not steps), epochs=3, validation_data=held, steps_per_epoch=steps, verbose=0, callbacks=[note])
+        found[f"{name}, {steps}"] = [*model.get_weights(), *fit.history["val_loss"], told]
+        found[f"{name}, {steps}"] += [model.evaluate(Items(ends), verbose=0)]
+"""
+
 WHOLE = """
 import random
 class Held(keras.layers.Layer):
@@ -145,6 +167,7 @@ SCRIPTS = {
     "errors of rank 0": ERRORS,
     "states of rows": ROWS,
     "calls of callbacks": CALLED,
+    "items of several lengths": ITEMS,
     "what every rank trains": WHOLE,
 }
 
