@@ -60,15 +60,17 @@ def _run(
     """
     rank = init(SEED)
     atexit.register(blocks.close)  # Called after the functions of the script, which come later.
-    from hvdtrain.adopt.early_settings import late_settings_left_out
     from hvdtrain.adopt.fits import adopted_fits
     from hvdtrain.adopt.growth import Growth
     from hvdtrain.adopt.notes import Notes
-    from hvdtrain.adopt.once import done_once
     from hvdtrain.adopt.private_folder import private_folder
-    from hvdtrain.adopt.random_maps import random_maps_in_order
-    from hvdtrain.adopt.same_seeds import same_seeds
     from hvdtrain.adopt.same_way import SameWay
+    from hvdtrain.adopt.script_calls import (
+        done_once,
+        late_settings_left_out,
+        random_maps_in_order,
+        same_seeds,
+    )
     from hvdtrain.adopt.shared_steps import shared_steps
 
     folder = blocks.enter_context(private_folder(rank, Path(script)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters.data_adapter_utils import NUM_BATCHES_FOR_TENSOR_SPEC
 
 from hvdtrain.data import is_batched
 from hvdtrain.data.arrays import convert, unpack
@@ -76,65 +75,3 @@ def examples_in(batch: Any) -> int:
     if not leaves:
         raise UsageError("a batch of the data has no arrays")
     return int(leaves[0].shape[0])
-
-
-class Passes:
-    """An iterator as an iterable, with the passes that Keras makes over a generator.
-
-    The first one reads it. When it has ended, and another epoch begins, Keras yields the batches that it had looked at
-    before the training once more.
-
-    Args:
-        once: The iterator.
-        is_over: Whether the training has begun.
-    """
-
-    def __init__(self, once: Replayable, is_over: Callable[[], bool]) -> None:
-        self._once = once
-        self._is_over = is_over
-        self._looked_at: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._is_over():
-            yield from self._looked_at
-            return
-        for number, item in enumerate(itertools.chain(self._once.kept(), self._once)):
-            if number == len(self._looked_at) < NUM_BATCHES_FOR_TENSOR_SPEC:
-                self._looked_at.append(item)
-            yield item
-
-
-class Replayable:
-    """An iterator whose first items come again from `again`, as long as `is_over` has not become true.
-
-    Args:
-        source: Iterator to read.
-        is_over: Whether nobody will want them again, so that no more are kept.
-    """
-
-    def __init__(self, source: Iterator[Any], is_over: Callable[[], bool]) -> None:
-        self._source = source
-        self._is_over = is_over
-        self._kept: list[Any] = []
-        self._keeps = True
-
-    def __iter__(self) -> Replayable:
-        return self
-
-    def __next__(self) -> Any:
-        item = next(self._source)
-        if self._keeps and self._kept and self._is_over():
-            self._keeps = False
-            self._kept.clear()
-        if self._keeps:
-            self._kept.append(item)
-        return item
-
-    def kept(self) -> list[Any]:
-        """Return what was read, and is still to come again."""
-        return list(self._kept)
-
-    def again(self) -> Iterator[Any]:
-        """Yield what was read, and then the rest. A generator, as Keras wants it."""
-        yield from self._kept
-        yield from self._source

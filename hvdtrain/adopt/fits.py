@@ -7,24 +7,17 @@ with the same result. Afterwards all ranks take the state of rank 0.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import keras
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 
-from hvdtrain.adopt.batches import (
-    KERAS_DEFAULT,
-    Passes,
-    Replayable,
-    batch_examples,
-)
+from hvdtrain.adopt.batches import KERAS_DEFAULT, batch_examples
 from hvdtrain.adopt.differences import differences_by_rounding, known_differences
 from hvdtrain.adopt.evaluations import Evaluation, depends_on_batches
 from hvdtrain.adopt.fit_writes import written_paths
@@ -34,9 +27,9 @@ from hvdtrain.adopt.keras_order import KerasItems, ScriptsSeed, in_keras_order
 from hvdtrain.adopt.notes import NOT_GROWN, WHOLE, Notes
 from hvdtrain.adopt.own_draws import own_draws
 from hvdtrain.adopt.private_folder import PrivateFolder
+from hvdtrain.adopt.replayed import Replayed
 from hvdtrain.adopt.same_way import SameWay
 from hvdtrain.adopt.shared_predictions import own_rows, predict_together
-from hvdtrain.adopt_options import AdoptOptions
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import check_replicas, copy_variables
 from hvdtrain.data.arrays import convert, is_arrays, unpack
@@ -46,6 +39,7 @@ from hvdtrain.keras.fit import prepare_fit
 from hvdtrain.keras.optimizer import undistribute
 from hvdtrain.keras.sync_batch_norm import synchronized
 from hvdtrain.keras.writers import on_this_rank
+from hvdtrain.keras_internals.corrections import replaced
 from hvdtrain.keras_internals.models import (
     compile_config,
     optimizers_of,
@@ -264,8 +258,8 @@ class AdoptedFits:
         own, data = batch_examples(train[0], given["batch_size"], given["steps_per_epoch"])
         size = self._growth.examples(own, self._rank.size)
         if isinstance(data, Iterator):
-            once = Replayable(data, before.has_trained)
-            given["x"], data = once.again(), Passes(once, before.has_trained)
+            data = Replayed(data, before.has_trained)
+            given["x"] = data.again()
         trainer, trained = self._trainer_of(model, size)
         trainer.seed = seed
         taken = {name: given[name] for name in _OF_TRAINER}
@@ -395,12 +389,12 @@ def adopted_fits(
     notes: Notes,
     folder: PrivateFolder,
     way: SameWay,
-    growth: Growth | None = None,
+    growth: Growth,
 ) -> Iterator[AdoptedFits]:
     """Lead the fits, evaluations and predictions of this block to Trainers."""
     prepare_fit()  # Before fit is replaced here: it would show a Trainer callbacks of its own.
     seed = ScriptsSeed()
-    fits = AdoptedFits(rank, notes, folder, way, seed, growth or Growth(AdoptOptions()))
+    fits = AdoptedFits(rank, notes, folder, way, seed, growth)
 
     def of_rank(what: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -411,13 +405,13 @@ def adopted_fits(
 
     with (
         seed.watched(),
-        led(keras.Model, "fit", of_rank("fit", fits.fit)),
-        led(keras.Model, "evaluate", of_rank("evaluate", fits.evaluate)),
-        led(keras.Model, "predict", of_rank("predict", fits.predict)),
+        replaced(keras.Model, "fit", of_rank("fit", fits.fit)),
+        replaced(keras.Model, "evaluate", of_rank("evaluate", fits.evaluate)),
+        replaced(keras.Model, "predict", of_rank("predict", fits.predict)),
         # Of the class that defines it, as Keras looks whether a model's class overrides it.
-        led(BaseTrainer, "compile", _compiled_anew),
-        led(keras.Model, "quantize", _compiled_anew),
-        led(keras.Model, "make_train_function", _traced_anew),
+        replaced(BaseTrainer, "compile", _compiled_anew),
+        replaced(keras.Model, "quantize", _compiled_anew),
+        replaced(keras.Model, "make_train_function", _traced_anew),
     ):
         yield fits
 
@@ -440,17 +434,6 @@ def _arguments(method: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
     call = inspect.signature(method).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments
-
-
-def led(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
-    """Patch a method in a `with` block: `replacement(original, self, *args)` runs in its place."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return replacement(original, self, *args, **kwargs)
-
-    return mock.patch.object(owner, name, call)
 
 
 def _reason(error: Exception) -> str:

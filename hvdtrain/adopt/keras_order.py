@@ -11,7 +11,6 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -20,6 +19,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from hvdtrain.data.arrays import convert, unpack
 from hvdtrain.data.structures import count_examples, take
+from hvdtrain.keras_internals.corrections import replaced
 
 
 class ScriptsSeed:
@@ -35,13 +35,12 @@ class ScriptsSeed:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Note calls of tf.random.set_seed, which keras.utils.set_random_seed calls, in this block."""
-        set_seed: Callable[[int], None] = tf.random.set_seed
 
-        def noting(seed: int) -> None:
+        def noting(set_seed: Callable[[int], None], seed: int) -> None:
             self.is_set = True
             set_seed(seed)
 
-        with mock.patch.object(tf.random, "set_seed", noting):
+        with replaced(tf.random, "set_seed", noting):
             yield
 
 

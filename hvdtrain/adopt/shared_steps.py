@@ -19,13 +19,14 @@ import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-from hvdtrain.adopt.fits import AdoptedFits, led
+from hvdtrain.adopt.fits import AdoptedFits
 from hvdtrain.adopt.notes import BY_HAND, WHOLE, Notes
 from hvdtrain.adopt.step_arguments import StepArguments
 from hvdtrain.adopt.step_trace import Tracing, is_variable
 from hvdtrain.adopt.step_trial import StepTrial
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.corrections import replaced
 from hvdtrain.strategies.data_dependence import first_decision
 
 _UNCLEAR_CALLS = 8
@@ -198,8 +199,8 @@ def shared_steps(notes: Notes, fits: AdoptedFits, folder: Path) -> Iterator[None
         return
     steps = SharedSteps(notes, fits, folder)
     with (
-        led(Function, "__call__", steps.call),
-        led(tf.GradientTape, "gradient", steps.gradient),
-        led(BaseOptimizer, "apply", steps.apply),
+        replaced(Function, "__call__", steps.call),
+        replaced(tf.GradientTape, "gradient", steps.gradient),
+        replaced(BaseOptimizer, "apply", steps.apply),
     ):
         yield

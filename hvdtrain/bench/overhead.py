@@ -90,9 +90,11 @@ def adopted_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
     import keras
 
     from hvdtrain.adopt.fits import adopted_fits
+    from hvdtrain.adopt.growth import Growth
     from hvdtrain.adopt.notes import Notes
     from hvdtrain.adopt.private_folder import private_folder
     from hvdtrain.adopt.same_way import SameWay
+    from hvdtrain.adopt_options import AdoptOptions
     from hvdtrain.bench.networks import MODELS, loss
 
     model = MODELS[name]()
@@ -104,7 +106,7 @@ def adopted_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
             tempfile.TemporaryDirectory() as empty,
             contextlib.chdir(empty),
             private_folder(me) as folder,
-            adopted_fits(me, notes, folder, SameWay(notes)),
+            adopted_fits(me, notes, folder, SameWay(notes), Growth(AdoptOptions())),
         ):
             return _seconds(model.fit, model, kind, batch_size * me.size, steps)
 

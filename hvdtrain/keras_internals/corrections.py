@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -27,16 +28,26 @@ def prepare_keras() -> None:
 
 def correct(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """Replace the method `name` of `owner`: calls go to `replacement(original, self, ...)`. Idempotent."""
-    original = getattr(owner, name)
-    if getattr(original, "hvdtrain_corrected", False):
+    if getattr(getattr(owner, name), "hvdtrain_corrected", False):
         return
-
-    @functools.wraps(original)
-    def corrected(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return replacement(original, self, *args, **kwargs)
-
+    corrected = _calling(replacement, getattr(owner, name))
     corrected.hvdtrain_corrected = True  # type: ignore[attr-defined]
     setattr(owner, name, corrected)
+
+
+def replaced(
+    owner: Any, name: str, replacement: Callable[..., Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which calls of a function or method go to `replacement(original, ...)`."""
+    return mock.patch.object(owner, name, _calling(replacement, getattr(owner, name)))
+
+
+def _calling(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return call
 
 
 def _compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -16,6 +15,7 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import is_initialized
+from hvdtrain.keras_internals.corrections import replaced
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.keras_internals.variables import (
     local_variables,
@@ -51,12 +51,12 @@ def recorded_loops(recorder: Recorder) -> Iterator[None]:
     callbacks = keras.callbacks.CallbackList
     with (
         # After the callbacks, one of which may give all ranks the weights of one.
-        _followed(callbacks, "on_train_begin", after=fits.begin),
-        _followed(callbacks, "on_train_batch_end", after=fits.note),
-        _followed(callbacks, "on_train_end", after=fits.end),
-        _followed(Function, "__call__", after=lambda *_, **__: _end_if_enough(recorder)),
-        _followed(keras.Model, "__call__", after=lambda model, *_, **__: _know(recorder, model)),
-        mock.patch.object(BaseOptimizer, "apply", _noting(BaseOptimizer.apply, recorder)),
+        replaced(callbacks, "on_train_begin", _then(fits.begin)),
+        replaced(callbacks, "on_train_batch_end", _then(fits.note)),
+        replaced(callbacks, "on_train_end", _then(fits.end)),
+        replaced(Function, "__call__", _then(lambda *_, **__: _end_if_enough(recorder))),
+        replaced(keras.Model, "__call__", _then(lambda model, *_, **__: _know(recorder, model))),
+        replaced(BaseOptimizer, "apply", _noting(recorder)),
     ):
         yield
 
@@ -92,10 +92,12 @@ class _Fits:
         self._recorder.fits = False
 
 
-def _noting(apply: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+def _noting(recorder: Recorder) -> Callable[..., Any]:
     """Return `BaseOptimizer.apply`, which notes the variables and, averaged over all ranks by now, the gradients."""
 
-    def noting(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    def noting(
+        apply: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None
+    ) -> Any:
         if recorder.backwards and not recorder.trains:
             grads = [
                 gradient if gradient is None else _as_reordered(gradient) for gradient in grads
@@ -217,13 +219,12 @@ def _end_if_enough(recorder: Recorder) -> None:
         raise EnoughSteps
 
 
-def _followed(owner: type, name: str, after: Callable[..., None]) -> Any:
-    """Return a context in which `after` follows each call of the method."""
-    method = getattr(owner, name)
+def _then(after: Callable[..., None]) -> Callable[..., Any]:
+    """Return the replacement of a method in which `after` follows each call."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(self, *args, **kwargs)
-        after(self, *args, **kwargs)
+    def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        after(*args, **kwargs)
         return result
 
-    return mock.patch.object(owner, name, call)
+    return call

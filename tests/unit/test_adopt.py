@@ -14,12 +14,15 @@ import pytest
 import tensorflow as tf
 from click.testing import CliRunner
 
-from hvdtrain.adopt.batches import Replayable, batch_examples
-from hvdtrain.adopt.early_settings import late_settings_left_out
+from hvdtrain.adopt.batches import batch_examples
 from hvdtrain.adopt.evaluations import Evaluation
 from hvdtrain.adopt.keras_order import KerasItems, ScriptsSeed, in_keras_order
-from hvdtrain.adopt.random_maps import random_maps_in_order
-from hvdtrain.adopt.same_seeds import same_seeds
+from hvdtrain.adopt.replayed import Replayed
+from hvdtrain.adopt.script_calls import (
+    late_settings_left_out,
+    random_maps_in_order,
+    same_seeds,
+)
 from hvdtrain.cli.command_table import main
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.rank_program import program_given, rank_command
@@ -80,13 +83,15 @@ def test_unknown_batches(data: Any, message: str) -> None:
 
 def test_what_was_read_before_the_training_comes_again() -> None:
     begun: list[bool] = []
-    numbers = Replayable(iter(range(6)), lambda: bool(begun))
+    numbers = Replayed(iter(range(6)), lambda: bool(begun))
     assert list(itertools.islice(numbers, 3)) == [0, 1, 2]
     assert list(itertools.islice(numbers.again(), 4)) == [0, 1, 2, 3]
-    trained = Replayable(iter(range(6)), lambda: bool(begun))
-    next(trained)
+    trained = Replayed(iter(range(6)), lambda: bool(begun))
+    reading = iter(trained)
+    next(reading)
     begun.append(True)
-    assert list(itertools.islice(trained, 2)) == [1, 2]
+    assert list(itertools.islice(reading, 2)) == [1, 2]
+    assert list(trained) == [0, 1], "that Keras had looked at"
     assert list(trained.again()) == [3, 4, 5]
 
 
