@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -37,6 +37,7 @@ from hvdtrain.adopt.fit_writes import OwnFiles, Paths, copy_written
 from hvdtrain.adopt.listing_order import in_users_order
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
+from hvdtrain.keras_internals.corrections import replaced
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.runtime import Rank
 
@@ -59,6 +60,17 @@ _CHANGES = {
 }
 """Number of the paths among the arguments of Python's audit events, of which the folders change."""
 _WRITING = os.O_WRONLY | os.O_RDWR
+_WRITE_IN_C = (
+    (saving_api, "save_model", "filepath", 1, False),
+    (saving_api, "save_weights", "filepath", 1, False),
+    (tf.io, "write_file", "filename", 0, False),
+    (tf.data.Dataset, "cache", "filename", 1, False),
+    (tf.summary, "create_file_writer", "logdir", 0, True),
+    (tf.io.gfile, "makedirs", "path", 0, True),
+    (file_io, "recursive_create_dir_v2", "path", 0, True),
+)
+"""Functions that write in C++, in which Python hears nothing: the name and place of the path, and whether it is a
+folder, in which they make something."""
 
 
 class PrivateFolder:
@@ -338,68 +350,45 @@ def _watching(folder: PrivateFolder) -> Iterator[None]:
             folder.own_file(arguments[0], truncated=False)
         elif event in _CHANGES and watched:
             for path in arguments[: _CHANGES[event]]:
-                if isinstance(path, str | bytes | os.PathLike):
-                    folder.own_folder(Path(os.fsdecode(path)).parent)
+                folder.own_folder(Path(os.fsdecode(path)).parent)
         elif event == "shutil.rmtree" and watched:
             folder.own_folder(arguments[0])
 
     sys.addaudithook(opened)  # Hears Python's own functions, and stays until the process ends.
     prepare_saving()  # Which makes them follow a link before they write; those below come before it.
-    with (
-        mock.patch.object(saving_api, "save_model", _saving(saving_api.save_model, folder)),
-        mock.patch.object(saving_api, "save_weights", _saving(saving_api.save_weights, folder)),
-        mock.patch.object(
-            file_io,
-            "recursive_create_dir_v2",
-            _making(file_io.recursive_create_dir_v2, folder),
-        ),
-        mock.patch.object(h5py.File, "__init__", _owning(h5py.File.__init__, folder, "r")),
-        mock.patch.object(
-            file_io.FileIO, "__init__", _owning(file_io.FileIO.__init__, folder, "r")
-        ),
-        mock.patch.object(
-            tf.io.TFRecordWriter, "__init__", _owning(tf.io.TFRecordWriter.__init__, folder, "w")
-        ),
-    ):
+    with contextlib.ExitStack() as blocks:
+        for owner, name, keyword, place, makes_folder in _WRITE_IN_C:
+            tell = folder.own_folder if makes_folder else partial(folder.own_file, truncated=False)
+            telling = _telling(tell, keyword, place)
+            blocks.enter_context(replaced(owner, name, telling))
+        for opens, mode in ((h5py.File, "r"), (file_io.FileIO, "r"), (tf.io.TFRecordWriter, "w")):
+            blocks.enter_context(replaced(opens, "__init__", _owning(folder, mode)))
         try:
             yield
         finally:
             watched.clear()
 
 
-def _saving(save: Callable[..., Any], folder: PrivateFolder) -> Callable[..., Any]:
-    """Return a function of Keras that saves a model: (model, filepath, ...)."""
+def _telling(tell: Callable[[Any], None], keyword: str, place: int) -> Callable[..., Any]:
+    """Return the replacement of a function that writes to a path, which it tells first."""
 
-    @functools.wraps(save)
-    def call(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        folder.own_file(filepath, truncated=False)
-        return save(model, filepath, *args, **kwargs)
-
-    return call
-
-
-def _making(make: Callable[[Any], None], folder: PrivateFolder) -> Callable[[Any], None]:
-    """Return a function that makes folders in C++: (path)."""
-
-    @functools.wraps(make)
-    def call(path: Any) -> None:
-        folder.own_folder(path)
-        make(path)
+    def call(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tell(args[place] if len(args) > place else kwargs.get(keyword))
+        return write(*args, **kwargs)
 
     return call
 
 
-def _owning(
-    initialize: Callable[..., None], folder: PrivateFolder, default: str
-) -> Callable[..., None]:
-    """Return the `__init__` of a class that opens a file in C++: (self, name, mode=default, ...)."""
+def _owning(folder: PrivateFolder, default: str) -> Callable[..., None]:
+    """Return the replacement of `__init__` of a class that opens a file in C++: (self, name, mode=default, ...)."""
 
-    @functools.wraps(initialize)
-    def opening(self: Any, name: Any, *args: Any, **kwargs: Any) -> None:
+    def opening(
+        initialize: Callable[..., None], opened: Any, name: Any, *args: Any, **kwargs: Any
+    ) -> None:
         given = [*args[:1], kwargs.get("mode"), default]
         mode = next(one for one in given if isinstance(one, str))
         if not mode.startswith("r") or "+" in mode:
             folder.own_file(name, mode.startswith("w"))
-        initialize(self, name, *args, **kwargs)
+        initialize(opened, name, *args, **kwargs)
 
     return opening

@@ -61,6 +61,13 @@ WRITES: dict[str, Callable[[], object]] = {
     "rmtree": lambda: shutil.rmtree("out/old"),
     "a folder of a link to a folder": lambda: Path("out/new").symlink_to("old"),
     "a checkpoint": lambda: tf.train.Checkpoint(v=tf.Variable(1.0)).save("out/c/checkpoint"),
+    "an operation": lambda: tf.io.write_file("out/x", "mine"),
+    "an operation, a new file": lambda: tf.io.write_file(filename="out/y", contents="mine"),
+    "a cache": lambda: list(tf.data.Dataset.range(3).cache("out/cache")),
+    "a saved Dataset": lambda: tf.data.Dataset.range(3).save("out/range"),
+    "a summary": lambda: tf.summary.create_file_writer("out/log").close(),
+    "makedirs": lambda: tf.io.gfile.makedirs("out/made/deep"),
+    "TFRecords": lambda: tf.io.TFRecordWriter("out/records").close(),
     "a SavedModel": lambda: tf.saved_model.save(tf.Module(), "out/exported"),
 }
 
