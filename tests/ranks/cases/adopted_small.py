@@ -138,7 +138,8 @@ for name, ends in {"short": (0, 8, 16, 19, 27), "long": (0, 8, 16, 30, 38, 40), 
         model, told = built(), []
         note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda n, logs: told.append(note.params["steps"]))
         held = Items(ends)
-        fit = model.fit(Items(ends, not steps), epochs=3, validation_data=held, steps_per_epoch=steps, verbose=0, callbacks=[note])
+        given = {"epochs": 3, "steps_per_epoch": steps, "callbacks": [note], "verbose": 0}
+        fit = model.fit(Items(ends, not steps), validation_data=held, **given)
         found[f"{name}, {steps}"] = [*model.get_weights(), *fit.history["val_loss"], told]
         found[f"{name}, {steps}"] += [model.evaluate(Items(ends), verbose=0)]
 """
