@@ -16,9 +16,8 @@ import keras
 import tensorflow as tf
 from keras import callbacks as kc
 
-from hvdtrain.collectives.communicator import Adasum, Average, Communicator, Sum
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import any_rank, require_alike, require_equal
-from hvdtrain.collectives.error_feedback import Lossy
 from hvdtrain.collectives.gradient_accumulation import common_accumulators, share_accumulators
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.tensor_names import is_named_by_places
@@ -34,6 +33,7 @@ from hvdtrain.keras.writers import (
 from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.file_writes import prepare_saving
+from hvdtrain.keras_internals.keras_files import note_arguments
 from hvdtrain.keras_internals.models import (
     distributed_optimizers,
     refresh_constants,
@@ -54,6 +54,7 @@ def prepare_fit() -> None:
     """Let `model.fit` run writers on the first rank only, and let them replace files atomically. Idempotent."""
     correct(keras.Model, "fit", _fit)
     prepare_saving()
+    note_arguments()
 
 
 def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -95,24 +96,11 @@ def _are_alike(callbacks: Sequence[keras.callbacks.Callback], ranks: Communicato
 
 
 def _arguments(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of DistributedOptimizer that must be the same on all ranks.
-
-    They are not in a model's file: a rank that has loaded one may have others.
-    """
+    """Return the arguments of DistributedOptimizer that must be the same on all ranks, each for all optimizers."""
     inner = [inner_of(one) for one in optimizers]
-    reductions = [one.hvdtrain_reducer.reduction for one in inner]
-    ops = {Average: "Average", Sum: "Sum", Adasum: "Adasum"}
-    return {
-        "op": [ops[one.op] for one in reductions],
-        "compression": [_name_of(one.compression) for one in reductions],
-        "gradient_accumulation_steps": [one.gradient_accumulation_steps for one in inner],
-        "average_aggregated_gradients": [one.postscale_factor == 1.0 for one in reductions],
-    }
-
-
-def _name_of(compression: Any) -> str:
-    known = compression if isinstance(compression, Lossy | type) else type(compression)
-    return getattr(known, "__name__", str(known))
+    reductions = [one.hvdtrain_reducer.reduction.arguments for one in inner]
+    facts = {name: [one[name] for one in reductions] for name in reductions[0]}
+    return facts | {"gradient_accumulation_steps": [o.gradient_accumulation_steps for o in inner]}
 
 
 def _agree(

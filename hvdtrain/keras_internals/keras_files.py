@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
 import keras
+from keras.src.legacy.saving import saving_utils
 from keras.src.saving import saving_lib
+
+from hvdtrain.keras_internals.corrections import correct
+from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 
 OPTIMIZER = "optimizer"
 _VALUES = "vars"
+_NOTE = "hvdtrain"
 OPTIMIZER_VALUES = f"{OPTIMIZER}/{_VALUES}/"
 
 
@@ -121,16 +126,46 @@ def optimizer_class(config: dict[str, Any]) -> str | None:
     return found
 
 
-def optimizer_class_in(path: str) -> str | None:
-    """Return the class name of the optimizer in a .keras or .h5 file; None if it has none, or is neither."""
+def note_arguments() -> None:
+    """Let files say with which arguments a model's optimizer was made distributed, beside Keras's version. Idempotent.
+
+    Plain Keras does not read it: its own configuration of the optimizer must have no arguments but the class's.
+    """
+    correct(saving_lib, "_serialize_model_as_json", _with_note)
+    correct(saving_utils, "model_metadata", _with_note_in_hdf5)
+
+
+def _with_note(original: Callable[..., Any], model: Any) -> tuple[str, str]:
+    config, metadata = original(model)
+    return config, json.dumps(json.loads(metadata) | _note(model))
+
+
+def _with_note_in_hdf5(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(model, *args, **kwargs) | _note(model)
+
+
+def _note(model: Any) -> dict[str, Any]:
+    optimizer = getattr(model, "optimizer", None)
+    if not is_distributed(optimizer):
+        return {}
+    return {_NOTE: inner_of(optimizer).hvdtrain_reducer.reduction.arguments}
+
+
+def optimizer_in(path: str) -> tuple[str | None, dict[str, Any]]:
+    """Return the class name of the optimizer in a .keras or .h5 file, and the arguments of `note_arguments`.
+
+    None and {} if it has none, or is neither.
+    """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            text = saving_lib._safe_zip_read(archive, saving_lib._CONFIG_FILENAME)
-        return optimizer_class(json.loads(text))
+            config, metadata = (
+                json.loads(saving_lib._safe_zip_read(archive, name))
+                for name in (saving_lib._CONFIG_FILENAME, saving_lib._METADATA_FILENAME)
+            )
+        return optimizer_class(config), metadata.get(_NOTE, {})
     if not h5py.is_hdf5(path):
-        return None
+        return None, {}
     with h5py.File(path, "r") as file:
-        text = file.attrs.get("training_config", "{}")
-    return optimizer_class(
-        {"compile_config": {"optimizer": json.loads(text).get("optimizer_config")}}
-    )
+        config, noted = (json.loads(file.attrs.get(n, "{}")) for n in ("training_config", _NOTE))
+    made = optimizer_class({"compile_config": {"optimizer": config.get("optimizer_config")}})
+    return made, noted
