@@ -23,22 +23,12 @@ def available_cores() -> int:
 
 
 def cpu_quota(root: Path = _ROOT, own: Path = _OWN) -> float | None:
-    """Return the CPU quota of this process in cores, or None.
-
-    Args:
-        root: Path of /sys/fs/cgroup.
-        own: Path of /proc/self/cgroup.
-    """
+    """Return the CPU quota of this process in cores, or None."""
     return _lowest("cpu", _quota_v2, _quota_v1, root, own)
 
 
 def memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int:
-    """Return the main memory in bytes that this process may use with the others of its cgroup.
-
-    Args:
-        root: Path of /sys/fs/cgroup.
-        own: Path of /proc/self/cgroup.
-    """
+    """Return the main memory in bytes that this process may use with the others of its cgroup."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     v2, v1 = _number_in("memory.max"), _number_in("memory.limit_in_bytes")
     limit = _lowest("memory", v2, v1, root, own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hvdtrain.errors import UsageError, did_you_mean
 
@@ -94,14 +94,8 @@ ALIASES = {
 """tf.distribute strategies that Horovod replaces -> what Horovod does in their place."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Strategy that the user chose.
-
-    Attributes:
-        name: Key of STRATEGIES.
-        note: One line for the user if they gave another name for it; otherwise empty.
-    """
+class Choice(NamedTuple):
+    """Strategy that the user chose, a key of STRATEGIES, and a note for the user if they gave another name for it."""
 
     name: str
     note: str = ""

@@ -69,15 +69,10 @@ class Timing:
 def measure_collectives(
     names: Sequence[str], sizes: Sequence[int], np: int, rounds: int, raw: Raw, launch: Launch
 ) -> Iterator[Timing]:
-    """Yield the times of each collective and size.
+    """Yield the times of each collective, of FACTORS, at each size.
 
-    Args:
-        names: Names of collectives, in FACTORS.
-        sizes: Bytes of the larger side on each rank, rounded up to a multiple of four bytes per rank.
-        np: Number of ranks.
-        rounds: Number of timed rounds.
-        raw: What to time beside Horovod. MPI must have started the ranks.
-        launch: See `measurement.Launch`.
+    A size is the bytes of the larger side on each rank, rounded up to four bytes per rank. To time MPI beside Horovod
+    (`raw`), MPI must have started the ranks.
 
     Raises:
         EngineError: If a measurement failed.

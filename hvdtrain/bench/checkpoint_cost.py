@@ -46,16 +46,9 @@ class CheckpointCost:
 def measure_checkpoint_cost(
     model: str, batch_size: int, every: int, np: int, passes: int, folder: Path, launch: Launch
 ) -> Iterator[CheckpointCost]:
-    """Yield the cost found in each pass, which is a launch of its own.
+    """Yield the cost found in each pass, which is a launch of its own, with a checkpoint after each `every` steps.
 
-    Args:
-        model: Name of a network in bench.networks.
-        batch_size: Number of examples per rank.
-        every: Number of steps between two checkpoints.
-        np: Number of ranks.
-        passes: Number of passes.
-        folder: Folder that all ranks see, in which checkpoints are written and removed again.
-        launch: See `measurement.Launch`.
+    Checkpoints are written to `folder`, which all ranks see, and removed again.
 
     Raises:
         EngineError: If a measurement failed.
@@ -71,14 +64,7 @@ def measure_checkpoint_cost(
 
 
 def time_both(name: str, batch_size: int, every: int, folder: str) -> dict[str, Any] | None:
-    """Time both ways on one rank; rank 0 returns the fields of `CheckpointCost`.
-
-    Args:
-        name: Name of a network in bench.networks.
-        batch_size: Number of examples per rank.
-        every: Number of steps between two checkpoints.
-        folder: Folder for the checkpoints.
-    """
+    """Time both ways on one rank; rank 0 returns the fields of `CheckpointCost`."""
     import keras
     import numpy as np
 
@@ -117,14 +103,12 @@ def time_both(name: str, batch_size: int, every: int, folder: str) -> dict[str, 
         self: FitCheckpoints,
         model: keras.Model,
         logs: Any,
-        epoch: int,
-        step: int = 0,
-        stopped: bool = False,
+        position: Any,
         last: bool = False,
     ) -> None:
-        if step or last:  # Otherwise an epoch ends.
+        if position.step or last:  # Otherwise an epoch ends.
             began = time.perf_counter()
-            save(self, model, logs, epoch, step, stopped, last)
+            save(self, model, logs, position, last)
             waits.append(time.perf_counter() - began)
             clock.writing = self._writing
 

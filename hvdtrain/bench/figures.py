@@ -103,7 +103,7 @@ def _bars(axes: Axes, found: Sequence[Figure]) -> None:
     above = [max(one.values) - one.median for one in found]
     names = [one.series for one in found]
     bars = axes.barh(names, medians, xerr=[below, above], color="#56b4e9", ecolor="#333333")
-    axes.bar_label(bars, [_number(value) for value in medians], padding=4)
+    axes.bar_label(bars, [three_digits(value) for value in medians], padding=4)
     axes.margins(x=0.18)
     axes.locator_params(axis="x", nbins=5)
     axes.xaxis.set_major_formatter("{x:,.6g}" if max(medians) < 1000 else "{x:,.0f}")
@@ -124,7 +124,8 @@ def _curves(axes: Axes, found: Sequence[Figure]) -> None:
     axes.legend(fontsize=8)
 
 
-def _number(value: float) -> str:
+def three_digits(value: float) -> str:
+    """Return `value` with three digits or more, so that slow rates can be told apart."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.2f}" if 0.1 <= value < 10 else f"{value:.3g}"

@@ -47,13 +47,6 @@ def measure_input(
 ) -> Iterator[Comparison]:
     """Yield examples per second of one worker and of `np` workers in each pass.
 
-    Args:
-        kind: Kind of files, in KINDS.
-        folder: Folder with the files.
-        np: Number of workers.
-        passes: Number of passes.
-        launch: See `measurement.Launch`.
-
     Raises:
         EngineError: If a measurement failed.
     """

@@ -44,12 +44,7 @@ LINES = 15
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two figures of one pass, measured one after the other: their ratio hardly depends on the machine's varying speed.
-
-    Attributes:
-        reference: Figure to compare with.
-        measured: Figure of interest.
-    """
+    """Two figures of one pass, measured in turn: their ratio hardly depends on the varying speed of the machine."""
 
     reference: float
     measured: float
@@ -168,11 +163,6 @@ def report(measure: Callable[..., dict[str, Any] | None]) -> None:
     found = measure(**json.loads(options))
     if found is not None:
         Path(file).write_text(json.dumps(found))
-
-
-def horovodrun(np: int, controller: str) -> list[str]:
-    """Return the argv that starts a command with plain horovodrun on `np` ranks over "mpi" or "gloo"."""
-    return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(np), f"--{controller}"]
 
 
 def take_core(local_rank: int, count: int = 1) -> None:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.bench.measurement import Launch, report, run_measurement
 
@@ -28,14 +27,8 @@ STEPS = 3
 TINY = 16
 
 
-@dataclass(frozen=True)
-class Case:
-    """One way to train.
-
-    Attributes:
-        way: "data" (whole optimizer state), "zero", "tensor" or "pipeline".
-        ranks: Number of ranks.
-    """
+class Case(NamedTuple):
+    """One way to train: "data" (whole optimizer state), "zero", "tensor" or "pipeline", on a number of ranks."""
 
     way: str
     ranks: int
@@ -50,15 +43,8 @@ CASES = {
 """Name in `hvdtrain bench memory --case` -> case."""
 
 
-@dataclass(frozen=True)
-class Theory:
-    """The bytes that one rank needs.
-
-    Attributes:
-        weights: Bytes of the weights.
-        gradients: Bytes of the gradients.
-        state: Bytes of the optimizer state.
-    """
+class Theory(NamedTuple):
+    """The bytes that one rank needs for weights, gradients and optimizer state."""
 
     weights: float
     gradients: float
@@ -81,12 +67,6 @@ def parameters_of(width: int, blocks: int) -> int:
 def measure_peaks(case: Case, launch: Launch, width: int, blocks: int) -> list[int]:
     """Train for a few steps; return the peak of each rank, in bytes above its size before the model was built.
 
-    Args:
-        case: Way to train.
-        launch: See `measurement.Launch`.
-        width: Width of the blocks; see `train`.
-        blocks: Number of blocks.
-
     Raises:
         EngineError: If the training failed.
     """
@@ -101,10 +81,8 @@ HEADER = ("way", "ranks", "weights", "gradients", "state", "sum", "measured", "r
 def row(case: Case, parameters: int, peaks: list[int]) -> tuple[str, ...]:
     """Return a line of the table, in megabytes (10^6 bytes), for the rank with the highest peak."""
     wanted = theory(case, parameters)
-    total = wanted.weights + wanted.gradients + wanted.state
-    most = max(peaks)
-    sizes = (wanted.weights, wanted.gradients, wanted.state, total, most)
-    figures = (f"{size / MEGABYTE:,.0f}" for size in sizes)
+    total, most = sum(wanted), max(peaks)
+    figures = (f"{size / MEGABYTE:,.0f}" for size in (*wanted, total, most))
     return (case.way, str(case.ranks), *figures, f"{most / total:.2f}")
 
 

@@ -39,15 +39,6 @@ def measure_overhead(
 ) -> list[Comparison]:
     """Return the milliseconds per step of `fit` and of the Trainer on rank 0, for each pass.
 
-    Args:
-        model: Name of a network in bench.networks.
-        data: "arrays" or "dataset".
-        batch_size: Number of examples per rank.
-        np: Number of ranks, in one launch.
-        passes: Number of passes.
-        launch: See `measurement.Launch`.
-        adopt: Whether `fit` is that of an ordinary script under --adopt.
-
     Raises:
         EngineError: If the measurement failed.
     """
@@ -81,7 +72,7 @@ def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int]
     """Return a function that trains on this rank's own examples by Keras's `fit`, and returns the seconds per step."""
     import keras
 
-    from hvdtrain.bench.networks import MODELS, examples, loss
+    from hvdtrain.bench.networks import MODELS, loss
     from hvdtrain.keras import DistributedOptimizer, broadcast_variables
 
     model = MODELS[name]()
@@ -91,13 +82,7 @@ def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int]
         broadcast_variables(model.variables)
     model.compile(optimizer, loss(), jit_compile=False)
 
-    def seconds(steps: int) -> float:
-        given = _given(kind, examples(model, batch_size * steps, seed=me.rank), batch_size)
-        if kind == "arrays":
-            given["batch_size"] = batch_size
-        return seconds_of_step(model.fit, given, steps)
-
-    return seconds
+    return lambda steps: _seconds(model.fit, model, kind, batch_size, steps, seed=me.rank)
 
 
 def adopted_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int], float]:
@@ -108,24 +93,20 @@ def adopted_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
     from hvdtrain.adopt.notes import Notes
     from hvdtrain.adopt.private_folder import private_folder
     from hvdtrain.adopt.same_way import SameWay
-    from hvdtrain.bench.networks import MODELS, examples, loss
+    from hvdtrain.bench.networks import MODELS, loss
 
     model = MODELS[name]()
     model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss(), jit_compile=False)
     notes = Notes(me, "")
 
     def seconds(steps: int) -> float:
-        size = batch_size * me.size
-        given = _given(kind, examples(model, size * steps, seed=0), size)
-        if kind == "arrays":
-            given["batch_size"] = size
         with (
             tempfile.TemporaryDirectory() as empty,
             contextlib.chdir(empty),
             private_folder(me) as folder,
             adopted_fits(me, notes, folder, SameWay(notes)),
         ):
-            return seconds_of_step(model.fit, given, steps)
+            return _seconds(model.fit, model, kind, batch_size * me.size, steps)
 
     return seconds
 
@@ -135,7 +116,7 @@ def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
     import keras
 
     import hvdtrain
-    from hvdtrain.bench.networks import MODELS, examples, loss
+    from hvdtrain.bench.networks import MODELS, loss
 
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     global_batch_size = batch_size * me.size
@@ -143,11 +124,7 @@ def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
         MODELS[name](), optimizer, loss(), global_batch_size=global_batch_size, jit_compile=False
     )
 
-    def seconds(steps: int) -> float:
-        data = examples(trainer.model, global_batch_size * steps, seed=0)
-        return seconds_of_step(trainer.fit, _given(kind, data, global_batch_size), steps)
-
-    return seconds
+    return lambda steps: _seconds(trainer.fit, trainer.model, kind, global_batch_size, steps)
 
 
 def dataset(data: Arrays, batch_size: int) -> tf.data.Dataset:
@@ -158,11 +135,19 @@ def dataset(data: Arrays, batch_size: int) -> tf.data.Dataset:
     return examples.shuffle(SHUFFLED, seed=1).batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
-def _given(kind: str, data: Arrays, batch_size: int) -> dict[str, Any]:
-    """Return `data` as arguments of fit."""
-    if kind == "dataset":
-        return {"x": dataset(data, batch_size)}
-    return {"x": data[0], "y": data[1]}
+def _seconds(
+    fit: Callable[..., Any], model: Any, kind: str, batch_size: int, steps: int, seed: int = 0
+) -> float:
+    """Train `model` by `fit` on random examples; return the seconds per step."""
+    from hvdtrain.bench.networks import examples
+
+    x, y = examples(model, batch_size * steps, seed)
+    given: dict[str, Any] = (
+        {"x": dataset((x, y), batch_size)} if kind == "dataset" else {"x": x, "y": y}
+    )
+    if kind == "arrays" and fit == model.fit:  # A Trainer knows the size of its batches.
+        given["batch_size"] = batch_size
+    return seconds_of_step(fit, given, steps)
 
 
 def seconds_of_step(fit: Callable[..., Any], data: dict[str, Any], steps: int) -> float:

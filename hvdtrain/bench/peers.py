@@ -65,15 +65,8 @@ def measure_peers(
 ) -> Iterator[tuple[str, list[Comparison] | EngineError]]:
     """Yield the examples per second of the reference and of each other way that is installed, in each pass.
 
-    Another framework that fails is left out: its error takes the place of its figures.
-
-    Args:
-        model: Name of a network in bench.networks.
-        batch_size: Number of examples per core.
-        passes: Number of passes: a turn of the reference, and one of the other.
-        size: Number of cores, and of ranks.
-        launch: See `measurement.Launch`.
-        without_settings: A Launch that starts ranks without hvdtrain's settings.
+    Another framework that fails is left out: its error takes the place of its figures. `without_settings` starts ranks
+    without hvdtrain's settings.
 
     Raises:
         EngineError: If a way of Keras or hvdtrain failed.
@@ -120,14 +113,7 @@ def _environment(name: str, way: Way, size: int) -> dict[str, str]:
 
 
 def build(way: str, name: str, batch_size: int, cores: int = 1) -> Training:
-    """Build what a process on several cores, or a rank, trains.
-
-    Args:
-        way: Name of a way, in WAYS.
-        name: Name of a network in bench.networks.
-        batch_size: Number of examples per process.
-        cores: Number of cores of the process.
-    """
+    """Build what a process on several cores, or a rank, trains."""
     return _BUILD[way](name, batch_size, cores)
 
 

@@ -50,14 +50,6 @@ def measure_bubble(
 ) -> Iterator[tuple[int, list[Bubble]]]:
     """Yield the seconds per step in each pass, for each number of micro-batches.
 
-    Args:
-        counts: Numbers of micro-batches.
-        stages: Number of pipeline stages, of LAYERS dense layers each.
-        width: Width of the layers.
-        batch_size: Number of examples per step.
-        passes: Number of passes.
-        launch: See `measurement.Launch`.
-
     Raises:
         EngineError: If a measurement failed.
     """

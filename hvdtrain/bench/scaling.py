@@ -62,15 +62,6 @@ def measure(
 ) -> Iterator[Pass]:
     """Yield the rates of each pass.
 
-    Args:
-        model: Name of a network in bench.networks.
-        batch_size: Number of examples per rank.
-        way: "keras", "trainer" or "bare".
-        passes: Number of passes.
-        size: Number of ranks.
-        raw: What Horovod runs on.
-        launch: See `measurement.Launch`.
-
     Raises:
         EngineError: If a measurement failed.
     """
@@ -103,14 +94,7 @@ def in_step(apart: Sequence[Turn]) -> Turn:
 
 
 def build(way: str, name: str, batch_size: int, core: int = 0) -> Training:
-    """Build what a rank, or a plain process, trains.
-
-    Args:
-        way: "plain", "mpi", "tcp", "bare", "keras" or "trainer"; see the module.
-        name: Name of a network in bench.networks.
-        batch_size: Number of examples per rank.
-        core: Index of the core of a plain process, among those that it may use.
-    """
+    """Build what a rank, or a plain process on the core with this index, trains in one of the ways of the module."""
     if way == "plain":
         take_core(core)
         return Training(training_step(way, name, batch_size, 0, 1), 0, batch_size)
@@ -132,15 +116,7 @@ def build(way: str, name: str, batch_size: int, core: int = 0) -> Training:
 def training_step(
     way: str, name: str, batch_size: int, rank: int, size: int
 ) -> Callable[[], float]:
-    """Return a function that trains one step and returns the loss.
-
-    Args:
-        way: As for `build`; "mpi" and "tcp" need Horovod, which they shut down.
-        name: Name of a network in bench.networks.
-        batch_size: Number of examples per rank.
-        rank: Rank of this process.
-        size: Number of ranks.
-    """
+    """Return a function that trains one step and returns the loss; for "mpi" and "tcp" it shuts Horovod down."""
     import keras
     import tensorflow as tf
 

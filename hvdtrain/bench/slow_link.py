@@ -78,14 +78,6 @@ def measure_slow_link(
 ) -> Iterator[SlowTraining]:
     """Yield the cost of training to the goal with each method.
 
-    Args:
-        task: Name of a task, of GOALS.
-        ways: Methods, of WAYS.
-        every: Number of steps in a round.
-        goal: Validation accuracy to reach.
-        launch: How to start the ranks, on several hosts; see measurement.Launch.
-        ranks: Number of ranks over all hosts.
-
     Raises:
         EngineError: If a measurement fails.
     """

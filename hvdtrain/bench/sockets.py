@@ -23,14 +23,7 @@ LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Ring:
-    """Connections of one rank, on one machine.
-
-    Attributes:
-        rank: This rank.
-        size: Number of ranks.
-        following: Connection to the next rank.
-        previous: Connection to the previous rank.
-    """
+    """Connections of one rank, on one machine."""
 
     rank: int
     size: int

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.bench.measurement import Comparison, horovodrun
+from hvdtrain.bench.measurement import Comparison
 from hvdtrain.errors import EngineError
 from hvdtrain.launch.running.processes import start
 
@@ -24,11 +24,6 @@ SCRIPT = f"print('{LINE}', flush=True)\n"
 def measure_startup(np: int, controller: str, passes: int) -> Iterator[Comparison]:
     """Yield the seconds to the first line with horovodrun and with `hvdtrain run`, for each pass.
 
-    Args:
-        np: Number of ranks.
-        controller: "mpi" or "gloo".
-        passes: Number of passes.
-
     Raises:
         EngineError: If a launch failed.
     """
@@ -37,7 +32,8 @@ def measure_startup(np: int, controller: str, passes: int) -> Iterator[Compariso
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
         script = Path(folder) / "first_line.py"
         script.write_text(SCRIPT)
-        bare = [*horovodrun(np, controller), sys.executable, str(script)]
+        bare = [str(programs / "horovodrun"), "-np", str(np), f"--{controller}"]
+        bare += [sys.executable, str(script)]
         hvdtrain = [sys.executable, "-P", "-m", "hvdtrain.cli"]
         options = ["-np", str(np), "--controller", controller, "--log-dir", f"{folder}/logs"]
         ours = [*hvdtrain, "run", *options, str(script)]

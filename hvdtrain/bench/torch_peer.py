@@ -15,13 +15,7 @@ TOKENS, VOCABULARY = 64, 256
 
 
 def build(way: str, name: str, batch_size: int) -> Training:
-    """Build what one process of those that torchrun has started trains; see `scaling.build`.
-
-    Args:
-        way: Not used: there is one.
-        name: Name of a network in `networks()`.
-        batch_size: Number of examples per process.
-    """
+    """Build what one process of those that torchrun has started trains; see `scaling.build`. There is one way."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from hvdtrain.bench.bandwidth import FACTORS, RAW, SIZES, Timing, measure_collectives
-from hvdtrain.bench.figures import Figure
+from hvdtrain.bench.figures import Figure, three_digits
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, in_passes, medians
 from hvdtrain.bench.peers import REFERENCE, WAYS, measure_peers
@@ -24,10 +24,10 @@ from hvdtrain.cli.bench_options import (
     BATCH_SIZES,
     CONTROLLER,
     MODEL,
-    PASSES,
     batch_size_per,
     launcher,
     line,
+    measured,
     pair,
     workers,
 )
@@ -56,10 +56,7 @@ for _command in (checkpoints, memory, overhead, startup):
     "--way", type=click.Choice(["keras", "trainer", "bare"]), default="keras", show_default=True,
     help="DistributedOptimizer in Keras's loop, the Trainer, or hvd.allreduce on each gradient.",
 )  # fmt: skip
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def scaling(
     context: click.Context, np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int,
 ) -> None:  # fmt: skip
@@ -82,13 +79,13 @@ def scaling(
     done: list[Pass] = []
     for one in measure(model, batch_size, way, passes, np, raw, launch):
         done.append(one)
-        rates = (f"{name} {getattr(one, key):,.0f}" for key, name in names.items())
+        rates = (f"{name} {three_digits(getattr(one, key))}" for key, name in names.items())
         click.echo(f"  {', '.join(rates)}; scaling {one.scaling(one.ranks):.3f}")
     click.echo(f"medians of {passes} passes; last, the workers' rate divided by it:")
     for key, name in names.items():
         rate = statistics.median(getattr(one, key) for one in done)
         ratio = in_passes([one.ranks / getattr(one, key) for one in done])
-        click.echo(f"  {name:35} {rate:8,.0f} examples/s {ratio}")
+        click.echo(f"  {name:35} {three_digits(rate):>8} examples/s {ratio}")
     click.echo(f"scaling: {in_passes([one.scaling(one.ranks) for one in done])} of perfect")
     figures = (
         Figure(name, tuple(getattr(one, key) for one in done)) for key, name in names.items()
@@ -100,10 +97,7 @@ def scaling(
 @workers(2)
 @MODEL
 @batch_size_per("core")
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def peers(
     context: click.Context, np: int, model: str, batch_size: int | None, controller: str, passes: int,
 ) -> None:  # fmt: skip
@@ -127,13 +121,15 @@ def peers(
             continue
         done[name] = turns
         reference, rate, _ = medians(turns)
-        click.echo(f"  {WAYS[name].title}: {rate:,.0f} examples/s; in turns with {reference:,.0f}")
+        click.echo(
+            f"  {WAYS[name].title}: {three_digits(rate)} examples/s; in turns with {three_digits(reference)}"
+        )
     ratios = {name: [one.ratio for one in turns] for name, turns in done.items()}
     ratios[REFERENCE] = [1.0]
     names = sorted(ratios, key=lambda name: statistics.median(ratios[name]), reverse=True)
     alone = statistics.median(one.reference for turns in done.values() for one in turns)
     click.echo(
-        f"medians of {passes}, as a fraction of one process on all cores ({alone:,.0f} examples/s):"
+        f"medians of {passes}, as a fraction of one process on all cores ({three_digits(alone)} examples/s):"
     )
     for name in names:
         click.echo(f"  {WAYS[name].title:45} {in_passes(ratios[name])}")
@@ -154,10 +150,7 @@ def peers(
     help="Size of the result, or of each rank's input if that is larger. May be repeated.  [default: 4 to 64 "
          "Mi by factors of 16, and 256 Mi]",
 )  # fmt: skip
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def collectives(
     context: click.Context, np: int, names: tuple[str, ...], sizes: tuple[int, ...], controller: str, passes: int,
 ) -> None:  # fmt: skip
@@ -205,10 +198,7 @@ def _timing(one: Timing) -> tuple[str, ...]:
     "--width", type=click.IntRange(1), default=512, show_default=True, help="Width of the dense layers.",
 )  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(1), default=1024, show_default=True)
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def pipeline(
     context: click.Context, stages: int, counts: tuple[int, ...], width: int, batch_size: int, controller: str,
     passes: int,
@@ -250,10 +240,7 @@ def pipeline(
 @click.option(
     "--files", type=click.IntRange(1), default=2000, show_default=True, help="Number of examples."
 )
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def read(
     context: click.Context,
     np: int,

@@ -18,10 +18,10 @@ from hvdtrain.cli.bench_findings import OUTPUT, announce, finish
 from hvdtrain.cli.bench_options import (
     BATCH_SIZES,
     CONTROLLER,
-    PASSES,
     SMALL,
     launcher,
     line,
+    measured,
     pair,
     workers,
 )
@@ -63,10 +63,7 @@ def memory(
 
 @click.command()
 @workers(1)
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def startup(context: click.Context, np: int, controller: str, passes: int) -> None:
     """Start-up time against plain horovodrun."""
     chosen = choose_controller(controller, installed_controllers(), find_mpirun())
@@ -90,10 +87,7 @@ def startup(context: click.Context, np: int, controller: str, passes: int) -> No
 @click.option(
     "--adopt", is_flag=True, help="fit of an ordinary script, as under hvdtrain run --adopt."
 )
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def overhead(
     context: click.Context, np: int, models: tuple[str, ...], kinds: tuple[str, ...], controller: str, passes: int,
     adopt: bool,
@@ -132,10 +126,7 @@ def overhead(
     default=lambda: Path(tempfile.gettempdir()), show_default="the system's temporary folder",
     help="Folder for the checkpoints.",
 )  # fmt: skip
-@CONTROLLER
-@PASSES
-@OUTPUT
-@click.pass_context
+@measured
 def checkpoints(
     context: click.Context, np: int, model: str, every: int, folder: Path, controller: str, passes: int,
 ) -> None:  # fmt: skip

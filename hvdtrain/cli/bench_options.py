@@ -11,6 +11,7 @@ import click
 
 from hvdtrain.bench.figures import Figure
 from hvdtrain.bench.measurement import Comparison, Launch
+from hvdtrain.cli.bench_findings import OUTPUT
 from hvdtrain.launch.installed_horovod import choose_controller, installed_controllers
 from hvdtrain.launch.launch_command import this_site
 from hvdtrain.launch.launchers import horovodrun
@@ -48,6 +49,13 @@ MODEL = click.option(
 PASSES = click.option(
     "--passes", type=click.IntRange(1), default=5, show_default=True, help="Number of measurements.",
 )  # fmt: skip
+
+
+def measured(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command with the options of what is measured on ranks, in passes, and with its context."""
+    for option in (click.pass_context, OUTPUT, PASSES, CONTROLLER):
+        command = option(command)
+    return command
 
 
 def pair(

@@ -33,43 +33,25 @@ _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 # A name that is too long or leads nowhere, or a folder that may not be searched.
 _IMPOSSIBLE = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES}
 
-# name -> (module:attribute, description)
+# name -> description. Each is a function in the module with its name, where - stands for _.
 COMMANDS = {
-    "bench": ("hvdtrain.cli.bench:bench", "Measure throughput, start-up, memory and pipelines."),
-    "completion": (
-        "hvdtrain.cli.completion:completion",
-        "Print the completion script for your shell.",
-    ),
-    "docker": (
-        "hvdtrain.cli.docker:docker",
-        "Run a training script on several workers in a container.",
-    ),
-    "doctor": (
-        "hvdtrain.cli.doctor:doctor",
-        "Check whether this machine can train, and suggest fixes.",
-    ),
-    "estimate": (
-        "hvdtrain.cli.estimate:estimate",
-        "Estimate the memory and traffic of a training run in advance.",
-    ),
-    "install-horovod": (
-        "hvdtrain.cli.install_horovod:install_horovod",
-        "Build Horovod for the TensorFlow of this environment.",
-    ),
-    "logs": ("hvdtrain.cli.logs:logs", "Show the output of a run, a Slurm job or a container."),
-    "new": ("hvdtrain.cli.new:new", "Copy a training script and its configuration, to edit."),
-    "ps": ("hvdtrain.cli.ps:ps", "List running jobs, with phase and step."),
-    "report": ("hvdtrain.cli.report:report", "Write an HTML report of training runs."),
-    "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
-    "stop": ("hvdtrain.cli.stop:stop", "End a run, a Slurm job or a container."),
-    "strategies": (
-        "hvdtrain.cli.strategies:strategies",
-        "List the strategies and which of them work here.",
-    ),
-    "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
-    "timeline": ("hvdtrain.cli.timeline:timeline", "Summarize a Horovod timeline."),
-    "top": ("hvdtrain.cli.top:top", "Watch a training run from another terminal."),
-    "verify": ("hvdtrain.cli.verify:verify", "Check that N workers train like one."),
+    "bench": "Measure throughput, start-up, memory and pipelines.",
+    "completion": "Print the completion script for your shell.",
+    "docker": "Run a training script on several workers in a container.",
+    "doctor": "Check whether this machine can train, and suggest fixes.",
+    "estimate": "Estimate the memory and traffic of a training run in advance.",
+    "install-horovod": "Build Horovod for the TensorFlow of this environment.",
+    "logs": "Show the output of a run, a Slurm job or a container.",
+    "new": "Copy a training script and its configuration, to edit.",
+    "ps": "List running jobs, with phase and step.",
+    "report": "Write an HTML report of training runs.",
+    "run": "Run a training script on several workers.",
+    "stop": "End a run, a Slurm job or a container.",
+    "strategies": "List the strategies and which of them work here.",
+    "submit": "Run a training script as a Slurm job.",
+    "timeline": "Summarize a Horovod timeline.",
+    "top": "Watch a training run from another terminal.",
+    "verify": "Check that N workers train like one.",
 }
 
 
@@ -82,20 +64,20 @@ class CommandTable(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"hvdtrain.cli.{name}"), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete from the table, as Click would import every command for its help."""
         from click.shell_completion import CompletionItem
 
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        commands = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
+        commands = [CompletionItem(name, help=COMMANDS[name]) for name in names]
         return commands + click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(

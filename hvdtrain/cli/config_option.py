@@ -87,6 +87,11 @@ def set_indirectly(ctx: click.Context) -> set[str]:
     return {name for name in ctx.params if ctx.get_parameter_source(name) in behind}
 
 
+def is_set(ctx: click.Context, name: str) -> bool:
+    """Return whether the user has set an option, even to its default."""
+    return _rank(ctx, name) > 0
+
+
 def _entries(path: Path, parameters: Mapping[str, click.Parameter]) -> dict[str, Entry]:
     return read_config(
         path, {name: field for field, one in parameters.items() for name in _key_names(one)}

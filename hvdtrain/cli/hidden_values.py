@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from hvdtrain.launch.env_forwarding import EnvVar
-from hvdtrain.launch.secrets import looks_secret
+from hvdtrain.launch.secrets import secret_values
 
 
 def conceal_secrets(variables: Iterable[EnvVar], arguments: Sequence[str]) -> None:
@@ -19,11 +19,7 @@ def conceal_secrets(variables: Iterable[EnvVar], arguments: Sequence[str]) -> No
         variables: Variables as given by the user.
         arguments: The training script's arguments, at the end of the command line; they stay as they are.
     """
-    secrets = {
-        one.name: one.value
-        for one in variables
-        if one.value is not None and looks_secret(one.name, one.value)
-    }
+    secrets = secret_values(variables)
     shown = without_values(sys.orig_argv, secrets, len(arguments))
     if shown != sys.orig_argv:
         os.execve(sys.executable, [sys.executable, *shown[1:]], {**os.environ, **secrets})

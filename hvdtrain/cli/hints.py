@@ -45,12 +45,7 @@ def instead(option: str) -> str:
 
 
 def unread_variables(command: click.Command, names: Iterable[str]) -> list[str]:
-    """Return a message for each environment variable that looks like one of hvdtrain's, but is not.
-
-    Args:
-        command: Command whose options can be set by variables.
-        names: Names of the environment variables.
-    """
+    """Return a message for each environment variable that looks like one of hvdtrain's, but is not."""
     known = OWN_NAMES | _OF_SETUP
     for option in command.params:
         known |= {name for name in option.envvar or () if name.startswith(_PREFIX)}

@@ -25,7 +25,6 @@ from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.launchers import LAUNCHERS, launcher_names
 from hvdtrain.launch.option_types import GROUPS, Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.strategy_names import ALIASES, HOROVOD, STRATEGIES
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -34,14 +33,6 @@ if TYPE_CHECKING:
 _WITH_AUTO = {"controller", "launcher"}
 _IN_SHORT_HELP = {"own", "basic", "strategy", "hosts", "about"}
 _ALL = "hvdtrain.help_all"
-_WORKERS = (
-    "With --strategy parameter-server: number of workers. The chief, which runs SCRIPT, is not counted.  "
-    "[default: all slots not used by servers]"
-)
-_SERVERS = (
-    "With --strategy parameter-server: number of servers. Placed on the hosts before the "
-    "workers; the chief runs here.  [default: 1]"
-)
 
 
 class GroupedOption(click.Option):
@@ -253,27 +244,14 @@ def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def strategy_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command with --strategy, and the options of parameter servers."""
-    names = [*STRATEGIES, *ALIASES]
-    for name, details in (
-        ("--ps", {"type": int, "metavar": "N", "help": _SERVERS}),
-        ("--workers", {"type": int, "metavar": "N", "help": _WORKERS}),
-        (
-            "--strategy",
-            {
-                "default": HOROVOD,
-                "show_default": True,
-                "metavar": "NAME",
-                "help": f"How to distribute the training: {', '.join(names)}.",
-                "shell_complete": lambda ctx, option, begun: [
-                    one for one in names if one.startswith(begun)
-                ],
-            },
-        ),
-    ):
-        command = click.option(name, cls=GroupedOption, group="strategy", **details)(command)
-    return command
+def grouped(group: str, *names: str, **details: Any) -> Callable[[Any], Any]:
+    """Decorate a command with an option in a section of --help."""
+    return click.option(*names, cls=GroupedOption, group=group, **details)
+
+
+def flag(group: str, *names: str, help: str) -> Callable[[Any], Any]:
+    """Decorate a command with a flag in a section of --help."""
+    return grouped(group, *names, is_flag=True, help=help)
 
 
 def _click_options(about: Option) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:

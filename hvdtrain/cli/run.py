@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from hvdtrain.adopt_options import BATCHES, SCALINGS
 from hvdtrain.cli.config_option import (
     ConfiguredCommand,
     config_text,
+    is_set,
     load_config,
     set_indirectly,
     with_variables,
@@ -27,12 +28,12 @@ from hvdtrain.cli.hidden_values import conceal_secrets
 from hvdtrain.cli.hints import unread_variables
 from hvdtrain.cli.launch_options import (
     PATH,
-    GroupedOption,
     Parsed,
     Seconds,
     files_here,
+    flag,
+    grouped,
     launch_options,
-    strategy_options,
 )
 from hvdtrain.environment import HANG_SECONDS, RESUME
 from hvdtrain.errors import UsageError
@@ -41,13 +42,15 @@ from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.launch_command import LaunchCommand, check_started_once, this_site
 from hvdtrain.launch.launchers import find_launcher
 from hvdtrain.launch.plan_validation import check_image, check_servers
-from hvdtrain.launch.planning import plan_of
+from hvdtrain.launch.planning import STALL_TIMES, plan_of
 from hvdtrain.launch.running.session import OutputOptions, RunLimits, run_launch
 from hvdtrain.launch.running.watchdog import limits_of
-from hvdtrain.launch.secrets import MASK, looks_secret, masked, variable_to_pass
+from hvdtrain.launch.secrets import MASK, masked, secret_values, variable_to_pass
 from hvdtrain.launch.slurm.allocation import read_allocation
 from hvdtrain.profiled_steps import MOST_STEPS, PROFILE, STEPS, ProfiledSteps, parse_steps
-from hvdtrain.strategy_names import HOROVOD, choose_strategy
+from hvdtrain.strategy_names import ALIASES, HOROVOD, STRATEGIES, choose_strategy
+
+_STRATEGIES = [*STRATEGIES, *ALIASES]
 
 
 def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
@@ -64,89 +67,89 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 
 @click.command(cls=ConfiguredCommand, context_settings={"allow_interspersed_args": False})
 @launch_options
-@strategy_options
-@click.option(
-    "--hostfile", type=PATH, metavar="FILE", cls=GroupedOption, group="hosts", aliases=["-hostfile"],
+@grouped(
+    "strategy", "--strategy", default=HOROVOD, show_default=True, metavar="NAME",
+    help=f"How to distribute the training: {', '.join(_STRATEGIES)}.",
+    shell_complete=lambda ctx, option, begun: [one for one in _STRATEGIES if one.startswith(begun)],
+)  # fmt: skip
+@grouped(
+    "strategy", "--workers", type=int, metavar="N",
+    help="With --strategy parameter-server: number of workers. The chief, which runs SCRIPT, is not counted.  "
+    "[default: all slots not used by servers]",
+)  # fmt: skip
+@grouped(
+    "strategy", "--ps", type=int, metavar="N",
+    help="With --strategy parameter-server: number of servers. Placed on the hosts before the workers; the chief runs "
+    "here.  [default: 1]",
+)  # fmt: skip
+@grouped(
+    "hosts", "--hostfile", type=PATH, metavar="FILE", aliases=["-hostfile"],
     help="File with one host per line, as 'NAME slots=N'; instead of --hosts.",
 )  # fmt: skip
-@click.option(
-    "--log-dir", type=PATH, metavar="FOLDER", cls=GroupedOption, group="basic",
+@grouped(
+    "basic", "--log-dir", type=PATH, metavar="FOLDER",
     help="Folder for every worker's output.  [default: .hvdtrain/logs/TIME]",
 )  # fmt: skip
-@click.option(
-    "--all-ranks", is_flag=True, cls=GroupedOption, group="basic",
-    help="Show the output of all workers, not only rank 0's.",
+@flag("basic", "--all-ranks", help="Show the output of all workers, not only rank 0's.")
+@flag(
+    "output", "--prefix-output-with-timestamp", "-prefix-timestamp",
+    help="Prefix each line of the workers' output with the time.",
 )  # fmt: skip
-@click.option(
-    "--prefix-output-with-timestamp", "-prefix-timestamp", is_flag=True,
-    cls=GroupedOption, group="output", help="Prefix each line of the workers' output with the time.",
-)  # fmt: skip
-@click.option(
-    "--module", "-m", is_flag=True, cls=GroupedOption, group="basic",
-    help="SCRIPT is the name of a module, as with python -m.",
-)  # fmt: skip
-@click.option(
-    "--adopt", is_flag=True, cls=GroupedOption, group="basic",
+@flag("basic", "--module", "-m", help="SCRIPT is the name of a module, as with python -m.")
+@flag(
+    "basic", "--adopt",
     help="SCRIPT is an ordinary Keras script: share each batch of its model.fit among the workers.",
 )  # fmt: skip
-@click.option(
-    "--adopt-batch", type=click.Choice(BATCHES), cls=GroupedOption, group="adopt",
+@grouped(
+    "adopt", "--adopt-batch", type=click.Choice(BATCHES),
     help="With --adopt: the workers share each batch of the script, or each of them has a whole one.  "
     "[default: global]",
 )  # fmt: skip
-@click.option(
-    "--adopt-learning-rate", type=click.Choice(SCALINGS), cls=GroupedOption, group="adopt",
+@grouped(
+    "adopt", "--adopt-learning-rate", type=click.Choice(SCALINGS),
     help="With --adopt: multiply the learning rate by the number of workers, or its square root.  [default: none]",
 )  # fmt: skip
-@click.option(
-    "--adopt-explain", is_flag=True, cls=GroupedOption, group="adopt",
-    help="With --adopt: tell of all that is done otherwise than on one process.",
+@flag(
+    "adopt", "--adopt-explain", help="With --adopt: tell of all that is done otherwise than on one process."
 )  # fmt: skip
-@click.option(
-    "--grace-seconds", type=Seconds(min=0), default=30.0, show_default=True, metavar="SECONDS",
-    cls=GroupedOption, group="basic",
+@grouped(
+    "basic", "--grace-seconds", type=Seconds(min=0), default=30.0, show_default=True, metavar="SECONDS",
     help="Time to stop for scripts that handle SIGTERM or KeyboardInterrupt.",
 )  # fmt: skip
-@click.option(
-    "--hang-timeout", type=Seconds(min=0), default=HANG_SECONDS, show_default=True,
-    metavar="SECONDS", cls=GroupedOption, group="stall",
+@grouped(
+    "stall", "--hang-timeout", type=Seconds(min=0), default=HANG_SECONDS, show_default=True, metavar="SECONDS",
     help="End the run when no worker has made progress for this long; after 20 s if one is frozen or gone. 0: never.",
 )  # fmt: skip
-@click.option(
-    "--restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-    cls=GroupedOption, group="basic",
+@grouped(
+    "basic", "--restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     help="Restart a run that failed after making progress, up to N times. The script must resume from its own "
     "checkpoints.",
 )  # fmt: skip
-@click.option(
-    "--resume", type=click.Choice(["auto", "must", "never"]), cls=GroupedOption, group="basic",
+@grouped(
+    "basic", "--resume", type=click.Choice(["auto", "must", "never"]),
     help="Whether hvdtrain.Trainer resumes from its checkpoints; overrides Trainer(resume=...).",
 )  # fmt: skip
-@click.option(
-    "--profile", type=Parsed("steps", ProfiledSteps, parse_steps), metavar="FIRST-LAST", cls=GroupedOption,
-    group="basic", help="Make hvdtrain.Trainer write profile.json.gz, a trace of these steps on all workers, for "
+@grouped(
+    "basic", "--profile", type=Parsed("steps", ProfiledSteps, parse_steps), metavar="FIRST-LAST",
+    help="Make hvdtrain.Trainer write profile.json.gz, a trace of these steps on all workers, for "
     f"https://ui.perfetto.dev. At most {MOST_STEPS} steps; FIRST alone means {STEPS} steps.",
 )  # fmt: skip
-@click.option(
-    "--container", metavar="IMAGE", cls=GroupedOption, group="hosts",
+@grouped(
+    "hosts", "--container", metavar="IMAGE",
     help="Image for the workers of a Slurm job, with Horovod and hvdtrain in it. *.sif and "
         "docker://... images run in Apptainer, others through srun's pyxis plugin.",
 )  # fmt: skip
-@click.option(
-    "--config", type=PATH, metavar="FILE", cls=GroupedOption, group="about",
-    is_eager=True, callback=load_config, aliases=["--config-file"],
+@grouped(
+    "about", "--config", type=PATH, metavar="FILE", is_eager=True, callback=load_config, aliases=["--config-file"],
     help="YAML file with script, arguments and options, named as here or laid out as for horovodrun --config-file. "
     "Paths in it are relative to its folder. HVDTRAIN_<NAME> variables override it, and the command line overrides "
     "both. Arguments after -- are passed to its script.",
 )  # fmt: skip
-@click.option(
-    "--show-config", is_flag=True, cls=GroupedOption, group="about",
+@flag(
+    "about", "--show-config",
     help="Print the values of all options in the format of --config, with the source of each.",
 )  # fmt: skip
-@click.option(
-    "--dry-run", is_flag=True, cls=GroupedOption, group="about",
-    help="Print the command; do not run it.",
-)  # fmt: skip
+@flag("about", "--dry-run", help="Print the command; do not run it.")
 @click.option(
     "--check-build", "-cb", is_flag=True, hidden=True, is_eager=True, expose_value=False,
     callback=_call("doctor"), help="hvdtrain doctor",
@@ -205,14 +208,17 @@ def run(
     if not dry_run:
         typed = ctx.get_parameter_source("arguments") is ParameterSource.COMMANDLINE
         conceal_secrets(values["env"], values["arguments"] if typed else ())
-    values = with_variables(ctx, without_outranked(ctx, values))
+    chosen = {name: None for name in STALL_TIMES if not is_set(ctx, name)}
+    values = with_variables(ctx, without_outranked(ctx, values) | chosen)
     choice = choose_strategy(strategy)
     if choice.note:
         click.echo(choice.note, err=True)
     view = OutputOptions(log_dir, all_ranks, bool(values["verbose"]), prefix_output_with_timestamp)
     limits = limits_of(hang_timeout) if hang_timeout else None
     patience = RunLimits(grace_seconds, limits, restarts)
-    left_out = _names_left_out(values["env"])
+    # Secret values that only the options contain.
+    secrets = secret_values(values["env"]).items()
+    left_out = [name for name, value in secrets if os.environ.get(name) != value]
     if choice.name != HOROVOD:
         from hvdtrain.cli.run_strategy import other_launch
 
@@ -234,17 +240,6 @@ def run(
     if hang_timeout:
         patience = replace(patience, limits=limits_of(hang_timeout, plan))
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
-
-
-def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
-    """Return the names of variables with a secret value that only the options contain."""
-    return [
-        one.name
-        for one in variables
-        if one.value is not None
-        and looks_secret(one.name, one.value)
-        and os.environ.get(one.name) != one.value
-    ]
 
 
 def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:

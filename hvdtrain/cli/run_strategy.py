@@ -12,7 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import hosts_of
 from hvdtrain.launch.launch_command import LaunchCommand, this_site
 from hvdtrain.launch.launchers import LAUNCHERS, one_process, parameter_servers
-from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
+from hvdtrain.launch.launchers.one_process import check_here
 from hvdtrain.launch.launchers.parameter_servers import (
     ServerPlan,
     number_of_workers,
@@ -48,14 +48,7 @@ def other_launch(
     ps: int | None,
     values: dict[str, Any],
 ) -> LaunchCommand:
-    """Prepare the launch.
-
-    Args:
-        ctx: Context of `hvdtrain run`.
-        strategy: Name of the strategy.
-        workers: Number of workers, or None.
-        ps: Number of parameter servers, or None.
-        values: Values of the other options of `hvdtrain run`.
+    """Prepare the launch, for the values of the other options of `hvdtrain run`.
 
     Raises:
         UsageError: An option is invalid or has no effect with the strategy, or this machine lacks its devices.
@@ -75,8 +68,7 @@ def other_launch(
         replicas = values.get("np")
         if not ctx.params["dry_run"]:
             check_here(strategy, replicas, os.environ)
-        plan = OneProcessPlan(strategy, program, values["env"], replicas)
-        return one_process.prepare(plan, this_site())
+        return one_process.prepare(strategy, program, values["env"], this_site(), replicas)
     servers_plan = _server_plan(program, workers, 1 if ps is None else ps, values)
     return parameter_servers.prepare(servers_plan, this_site())
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import ALL_RANKS, Adasum, Average, Communicator, Sum
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
-from hvdtrain.keras_internals.variables import identities, identity, tf_variable
+from hvdtrain.keras_internals.variables import identities, identity, tf_variable, values_kept
 
 
 def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
@@ -24,7 +24,7 @@ def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
 
     Args:
         variable: Accumulator of this rank.
-        reduction: Reduction of the accumulated gradients.
+        reduction: The optimizer's `hvdtrain_accumulated`.
         name: Last part of the collective's name.
     """
     value = tf_variable(variable).read_value()
@@ -112,19 +112,15 @@ def restored_by_first(optimizers: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def as_one_process(optimizers: Sequence[Any]) -> Iterator[None]:
     """Context in which every rank's accumulators hold what one process would have. A collective at its beginning."""
-    before = [(variable, variable.numpy()) for variable, _ in _waiting(optimizers)]
-    _combine(optimizers)
-    try:
+    with values_kept(common_accumulators(optimizers)):
+        _combine(optimizers)
         yield
-    finally:
-        for variable, value in before:
-            variable.assign(value)
 
 
 def _waiting(optimizers: Sequence[Any]) -> list[tuple[tf.Variable, Reduction]]:
     """Return the accumulators of distributed optimizers with their reductions, without those of local variables."""
     return [
-        (variable, inner_of(optimizer).hvdtrain_reducer.reduction)
+        (variable, inner_of(optimizer).hvdtrain_accumulated)
         for optimizer in optimizers
         for variable in common_accumulators([optimizer])
     ]

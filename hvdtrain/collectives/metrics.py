@@ -143,9 +143,9 @@ def _fingerprint(rules: Sequence[str]) -> float:
 
 
 def as_value(result: Any) -> float | np.ndarray:
-    """Return a metric's result as a float, or as an array if it has several elements (F1Score per class)."""
+    """Return a metric's result as Keras does: a float, or an array if it is one (F1Score, also of a single class)."""
     value = np.asarray(result)
-    return float(value.reshape(())) if value.size == 1 else value
+    return value if value.shape else float(value)
 
 
 def average_logs(

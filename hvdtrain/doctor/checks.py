@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -167,24 +166,22 @@ def run_checks(
 
 def _within_limit(check: Check) -> Sequence[Result]:
     """Return the check's results. A thread that hangs (in a name service, say) cannot be ended, and is left behind."""
-    answer: queue.SimpleQueue[Sequence[Result] | Exception] = queue.SimpleQueue()
+    answer: Future[Sequence[Result]] = Future()
 
     def look() -> None:
         try:
-            answer.put(check.look())
+            answer.set_result(check.look())
         except Exception as error:
-            # An error in the check itself is reported as a failure, instead of being lost in a thread.
-            answer.put(error)
+            answer.set_exception(error)
 
     threading.Thread(target=look, daemon=True).start()
     try:
-        results = answer.get(timeout=check.limit + _SPARE_SECONDS)
-    except queue.Empty:
-        return [took_too_long(check.name, check.limit)]
-    if isinstance(results, Exception):
-        seen = f"the check itself crashed: {type(results).__name__}: {results}"
+        return answer.result(check.limit + _SPARE_SECONDS)
+    except Exception as error:
+        if not answer.done():
+            return [took_too_long(check.name, check.limit)]
+        seen = f"the check itself crashed: {type(error).__name__}: {error}"
         return [fail(check.name, seen, "report it, with the output of: hvdtrain --version")]
-    return results
 
 
 def lines_of(result: Result) -> list[str]:

@@ -99,12 +99,12 @@ def checks(options: Options) -> list[Check]:
 def joint_checks(options: Options) -> list[Check]:
     """Return the checks of an allreduce over one rank per host, by each controller, for when every host has passed."""
     where = ["-H", ",".join(f"{host}:1" for host in options.hosts)]
-    if options.interfaces:
-        where += ["--network-interfaces", ",".join(options.interfaces)]
-    if options.ssh_port is not None:
-        where += ["--ssh-port", str(options.ssh_port)]
-    if options.ssh_identity_file is not None:
-        where += ["--ssh-identity-file", str(options.ssh_identity_file)]
+    for option, value in (
+        ("--network-interfaces", ",".join(options.interfaces)),
+        ("--ssh-port", options.ssh_port),
+        ("--ssh-identity-file", options.ssh_identity_file),
+    ):
+        where += [option, str(value)] if value else []
 
     def reduce(controller: Controller) -> Sequence[Result]:
         ranks = len(options.hosts)
@@ -121,13 +121,7 @@ def joint_checks(options: Options) -> list[Check]:
 
 @dataclass(frozen=True)
 class Build:
-    """Capabilities of a loaded Horovod and its TensorFlow.
-
-    Attributes:
-        mpi, gloo, nccl: Whether Horovod was built with each of these.
-        tensorflow_cuda: Whether TensorFlow was built for GPUs.
-        gpus: Number of GPUs that TensorFlow sees.
-    """
+    """Capabilities of a loaded Horovod and its TensorFlow."""
 
     mpi: bool
     gloo: bool
@@ -318,16 +312,7 @@ def allreduce_result(
     argv: Sequence[str],
     limit: float,
 ) -> Result:
-    """Interpret the launch of an allreduce.
-
-    Args:
-        name: Name of the result.
-        ranks: Number of ranks.
-        said: Result of the launch command.
-        launcher: Output of horovodrun and mpirun.
-        argv: Command for the user to try.
-        limit: Time limit that the launch had, in seconds.
-    """
+    """Interpret the launch of an allreduce, with the output of horovodrun and mpirun (`launcher`)."""
     assert said is not None, "this Python is there"
     again = shlex.join(argv)
     if said.returncode is None:

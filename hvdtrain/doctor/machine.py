@@ -48,7 +48,10 @@ def checks(options: Options) -> list[Check]:
 
     looks: dict[str, Callable[[], Sequence[Result]]] = {
         "shared memory": lambda: [check_shared_memory(_SHM, os.statvfs)],
-        "folders": lambda: check_folders(environ),
+        # Those to which every run writes: logs, temporary files, and secret variables for its ranks.
+        "folders": lambda: [
+            *(check_log_folder(environ), check_temporary_folder(environ), check_private_folder())
+        ],
         "limits": lambda: check_limits(resource.getrlimit, _INFINIBAND),
         "threads": lambda: check_threads(environ, available_cores(), cpu_quota()),
         OWN_NAME: look_at_name,
@@ -76,15 +79,6 @@ def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result])
     if size < SMALL:
         return warn(name, f"{seen}: may be too little for many workers or GPUs", _SHM_FIX)
     return ok(name, seen)
-
-
-def check_folders(environ: Mapping[str, str]) -> Sequence[Result]:
-    """Check the folders to which every run writes: logs, temporary files, and secret variables for its ranks."""
-    return [
-        check_log_folder(environ),
-        check_temporary_folder(environ),
-        check_private_folder(),
-    ]
 
 
 def check_log_folder(environ: Mapping[str, str]) -> Result:
@@ -291,13 +285,7 @@ def runs_over_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def check_own_name(name: str, resolve: Callable[[str], object], over_mpi: bool) -> Result:
-    """Check that this machine's name has an address. Without one, ranks crash over Gloo but run over MPI.
-
-    Args:
-        name: Host name of this machine.
-        resolve: Function that raises OSError for a name without an address.
-        over_mpi: Whether MPI can be used here.
-    """
+    """Check that this machine's name has an address. Without one, ranks crash over Gloo but run over MPI."""
     try:
         resolve(name)
     except (OSError, UnicodeError) as error:

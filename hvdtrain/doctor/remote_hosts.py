@@ -86,15 +86,7 @@ def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
 def ask(
     host: str, question: str, options: Options, limit: float, more: Sequence[str] = ()
 ) -> CompletedCommand | None:
-    """Run host_probe on the host. ssh times out earlier than this call, and reports the reason.
-
-    Args:
-        host: Name of the host.
-        question: Request for host_probe, as JSON.
-        options: Options of the doctor.
-        limit: Time limit in seconds.
-        more: Additional options for ssh.
-    """
+    """Run host_probe on the host. ssh times out earlier than this call, and reports the reason."""
     argv = ["ssh", *BATCH, "-o", f"ConnectTimeout={max(1, round(limit / 2))}"]
     where = reach(options.ssh_port, options.ssh_identity_file)
     # A variable instead of -P, so that an old Python runs and can report its version.

@@ -144,11 +144,6 @@ def check_containers(
     """Check docker and podman if installed, and whether those that work can use GPUs.
 
     Problems are not failures: only `hvdtrain docker` needs these, and clients without their engine are common.
-
-    Args:
-        environ: Environment of a launch.
-        limit: Time limit in seconds.
-        cdi_folders: Folders with CDI specifications of devices.
     """
     path = environ.get("PATH")
     installed = [name for name in get_args(EngineName) if shutil.which(name, path=path)]

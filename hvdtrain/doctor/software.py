@@ -129,13 +129,7 @@ def check_keras(version: str | None) -> Result:
 
 
 def check_horovod(version: str | None, key: str | None, tensorflow: TensorFlow | Missing) -> Result:
-    """Check Horovod's version, and the TensorFlow for which it was built.
-
-    Args:
-        version: Installed version of Horovod, or None.
-        key: Key of its recipe (see `install.build.installed_key`), or None.
-        tensorflow: Installed TensorFlow.
-    """
+    """Check Horovod's version, and the TensorFlow for which it was built."""
     if version is None:
         return fail("Horovod", "not installed", _REBUILD)
     if version != HOROVOD_VERSION:

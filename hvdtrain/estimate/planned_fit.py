@@ -112,8 +112,7 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
     import tensorflow as tf
 
     from hvdtrain.data import split
-    from hvdtrain.keras_internals.models import optimizers_of
-    from hvdtrain.keras_internals.variables import bytes_of
+    from hvdtrain.keras_internals.variables import bytes_of, optimizer_variables
     from hvdtrain.parallel.pipeline.fitting_count import SHARES
     from hvdtrain.parallel.pipeline.stage_steps import PipelineSteps
     from hvdtrain.parallel.step_memory import count_operations, peak_bytes, step_bytes
@@ -140,7 +139,7 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
     graph = loop.steps.trace(specs)
     model = loop.model
     weights = bytes_of(model.variables)
-    state = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+    state = bytes_of(optimizer_variables(model))
     batch = sum(
         (leaf.shape.num_elements() or 0) * leaf.dtype.size for leaf in tf.nest.flatten(specs)
     )
@@ -154,13 +153,13 @@ def _estimate(loop: Loop, plan: FitPlan, engine: SimulatedHorovod) -> dict[str, 
         "examples": end - begin,
         "memory": {
             "weights": weights,
-            "optimizer state": bytes_of(state),
+            "optimizer state": state,
             **step_bytes(peak, gradients, micro_batches, kept),
             "fusion buffer": _fusion([m.bytes or 0 for m in engine.messages]),
             "graph": operations * BYTES_PER_OPERATION,
             "input": batch * micro_batches * SHARES,
         },
-        "resident": max(0, psutil.Process().memory_info().rss - weights - bytes_of(state)),
+        "resident": max(0, psutil.Process().memory_info().rss - weights - state),
         "sent": dict(sent),
         "messages": len(engine.messages),
         "unknown_messages": sum(message.bytes is None for message in engine.messages),

@@ -86,11 +86,6 @@ class Survey:
 def survey(*, gpu: bool, system_mpi: bool, without_mpi: bool) -> Survey | list[Missing]:
     """Find everything to build Horovod for.
 
-    Args:
-        gpu: Whether to build for GPUs.
-        system_mpi: Whether to use the MPI in PATH, not a wheel.
-        without_mpi: Whether to build with Gloo only.
-
     Returns:
         The survey, or the list of what is missing.
     """

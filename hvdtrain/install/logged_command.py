@@ -43,12 +43,6 @@ def run(
 ) -> None:
     """Run `argv` to its end, appending its output to `log`. Leaves no process behind, even if interrupted.
 
-    Args:
-        argv: Command to run.
-        label: Text in front of the progress bar.
-        log: File to append to.
-        environment: Environment of the command.
-
     Raises:
         CannotStart: The command cannot be started.
         CommandFailed: The exit code is not 0.

@@ -155,7 +155,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             "the number of epochs": self.params.get("epochs"),
             "steps_per_execution": self.model.steps_per_execution,
             "the optimizers": [type(one).__name__ for one in inner],
-            "gradient_accumulation_steps": [one.gradient_accumulation_steps for one in inner],
             "the number of variables of each optimizer": [
                 # Those of a sharded optimizer differ between ranks on purpose.
                 0 if is_sharded(one) else len(one.variables)

@@ -26,7 +26,7 @@ from hvdtrain.collectives.communicator import ranks_of, to_reducible
 from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
 from hvdtrain.collectives.placement import device_dense
 from hvdtrain.collectives.reduction import scaled
-from hvdtrain.collectives.step_context import require_present
+from hvdtrain.collectives.step_context import current_step, require_present
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 
@@ -175,7 +175,13 @@ def _differentiable(
     def collective(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(gradient: tf.Tensor) -> tf.Tensor:
             # TensorFlow's zero gradient of an unused output is float32.
-            return backward(tensor, tf.cast(gradient, tensor.dtype), call.of_gradient())
+            own, step = tf.cast(gradient, tensor.dtype), current_step()
+            if step is None or step.share_in_loss:
+                return backward(tensor, own, call.of_gradient())
+            # The optimizer multiplies the result by this rank's share: what others send must have theirs instead.
+            share = tf.cast(step.share, own.dtype)
+            weighted = tf.math.multiply_no_nan(own, share)
+            return tf.math.divide_no_nan(backward(tensor, weighted, call.of_gradient()), share)
 
         return tf.cast(forward(to_reducible(tensor)), tensor.dtype), gradient
 

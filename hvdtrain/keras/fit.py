@@ -91,7 +91,8 @@ def _are_alike(callbacks: Sequence[keras.callbacks.Callback], ranks: Communicato
 
     Scripts for Horovod often give writers on the first rank only. There, the others cannot know where to wait.
     """
-    everyone = ranks.exchange([type(c).__name__ for c in callbacks], "writers")
+    own = [[type(c).__name__, str(getattr(c, "save_freq", ""))] for c in callbacks]
+    everyone = ranks.exchange(own, "writers")
     return all(one == everyone[0] for one in everyone)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -142,12 +143,22 @@ class _Distributed(AppliesByKeras):
             # Skips the check in AppliesByKeras: the gradients are already reduced, so all ranks update alike.
             return super(AppliesByKeras, self).apply(reduced, variables)  # type: ignore[misc]
 
-    def _looks_first(self, method: str) -> bool:
-        """Whether the user's class overrides `method`, and so must be given gradients that are already reduced."""
-        own = getattr(super(AppliesByKeras, self), method).__func__
-        is_keras = own is getattr(keras.optimizers.Optimizer, method)
+    def _looks_first(self, *methods: str) -> bool:
+        """Whether the user's class overrides one of `methods`, and so must be given gradients that are reduced."""
+        plain = super(AppliesByKeras, self)
+        by_keras = all(
+            getattr(plain, name).__func__ is getattr(keras.optimizers.Optimizer, name)
+            for name in methods
+        )
         reducer = self.hvdtrain_reducer
-        return not (is_keras or reducer.early or reducer.holds_parts)
+        return not (by_keras or reducer.early or reducer.holds_parts)
+
+    @property
+    def hvdtrain_accumulated(self) -> Reduction:
+        """How the ranks' accumulators make those of one process; equal ones if gradients are reduced before."""
+        reduction = self.hvdtrain_reducer.reduction
+        reduced = self._looks_first("apply", "apply_gradients")
+        return replace(reduction, weighted=False) if reduced else reduction
 
     def scale_loss(self, loss: Any) -> Any:
         step = current_step()

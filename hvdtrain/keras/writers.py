@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras import callbacks as kc
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.consistency import raise_alike
+from hvdtrain.collectives.consistency import any_rank, raise_alike
 from hvdtrain.collectives.first_rank import first_rank_alone
 from hvdtrain.collectives.step_context import without_others
 from hvdtrain.errors import warn_user
@@ -83,7 +83,8 @@ class Writer(keras.callbacks.Callback):
         callback: Callback of one of the WRITERS.
         runs: Whether this rank runs it.
         ranks: Ranks of which only the first runs it, so that it must not call their collectives. None: all run it.
-        waits: Whether the others of `ranks` wait for it in the methods LONG, so that the stall check does not apply.
+        waits: Whether the others of `ranks` wait for it in the methods LONG, and while it saves within an epoch, so
+            that the stall check does not apply there.
     """
 
     LONG = ("on_train_begin", "on_epoch_end", "on_train_end")
@@ -111,11 +112,31 @@ class Writer(keras.callbacks.Callback):
 
     def _run(self, hook: str, *args: Any, **kwargs: Any) -> None:
         with contextlib.ExitStack() as blocks:
-            if self.ranks is not None and self.waits and hook in self.LONG:
-                blocks.enter_context(first_rank_alone(self.ranks, f"callback {self.name}"))
-            elif self.ranks is not None and self.runs:
-                blocks.enter_context(without_others(self.ranks.ranks[:1]))
+            ranks = self.ranks
+            if ranks is None:
+                pass
+            elif self.waits and (hook in self.LONG or self._saves_now(hook, args, ranks, blocks)):
+                blocks.enter_context(first_rank_alone(ranks, f"callback {self.name}"))
+            elif self.runs:
+                blocks.enter_context(without_others(ranks.ranks[:1]))
             self._call(hook, *args, **kwargs)
+
+    def _saves_now(
+        self, hook: str, args: Any, ranks: Communicator, blocks: contextlib.ExitStack
+    ) -> bool:
+        """Whether the callback saves after this batch. A collective if it may save within an epoch.
+
+        Only the first rank knows: a resumed training has restored its count of batches there. Keras's method counts
+        each time it is asked, so the callback gets the answer in `blocks`.
+        """
+        callback = self.hvdtrain_wrapped
+        if hook != "on_train_batch_end" or getattr(callback, "save_freq", "epoch") == "epoch":
+            return False
+        saves = self.runs and callback._should_save_on_batch(args[0])
+        if self.runs:
+            vars(callback)["_should_save_on_batch"] = lambda batch: saves
+            blocks.callback(vars(callback).pop, "_should_save_on_batch")
+        return any_rank(saves, "saves_now", ranks)
 
     def _call(self, hook: str, *args: Any, **kwargs: Any) -> None:
         if self.error is not None or not self.runs:

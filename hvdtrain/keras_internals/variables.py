@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -53,6 +54,22 @@ def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
     """Assign to each of `variables` its value, in the variable's dtype."""
     for variable, value in zip(map(tf_variable, variables), values, strict=True):
         variable.assign(tf.cast(value, variable.dtype))
+
+
+@contextlib.contextmanager
+def values_kept(variables: Iterable[Any]) -> Iterator[None]:
+    """Give each of `variables` its present value again when the block ends."""
+    targets = [tf_variable(v) for v in unique(variables)]
+    values = [target.numpy() for target in targets]
+    try:
+        yield
+    finally:
+        assign(targets, values)
+
+
+def optimizer_variables(model: keras.Model) -> list[Any]:
+    """Return the variables of all optimizers of a model."""
+    return [v for optimizer in optimizers_of(model) for v in optimizer.variables]
 
 
 def shared_memory_value(variable: Any) -> np.ndarray:
@@ -165,8 +182,7 @@ def trained_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any
         model: A built and compiled model.
         local: Variables that belong to one rank alone, in addition to those of `register_local_var`.
     """
-    state = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
-    trained = identities([*model.trainable_variables, *state])
+    trained = identities([*model.trainable_variables, *optimizer_variables(model)])
     common = replicated_variables(model, local=[*local, *local_variables(model)])
     return [v for v in common if identity(v) in trained]
 

@@ -29,12 +29,8 @@ def with_tuning(
 ) -> LaunchPlan:
     """Return the plan with what an earlier run has found in place of --autotune, or else with a log to find it in.
 
-    Options that the user gave keep their values. Elastic jobs are tuned in every run, as their workers change.
-
-    Args:
-        plan: The plan.
-        say: Function called with a message for the user.
-        dry_run: Whether the plan is only printed. If so, the folder of the logs is not created.
+    Options that the user gave keep their values. Elastic jobs are tuned in every run, as their workers change. A dry
+    run creates no folder for the logs.
     """
     if not plan.autotune or plan.autotune_log_file is not None or plan.elastic:
         return plan

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.errors import UsageError, did_you_mean
 from hvdtrain.launch.user_files import read_text
@@ -55,14 +54,8 @@ _TEXT = "tag:yaml.org,2002:str"
 _SWITCHES = {"autotune": ("enabled", False), "timeline": ("filename", False)}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One value of a configuration file.
-
-    Attributes:
-        key: Key as written in the file, prefixed with its section: `autotune.log_file`.
-        value: Value as parsed by YAML. `read_config` returns no entry with None.
-    """
+class Entry(NamedTuple):
+    """One value of a configuration file, as parsed by YAML, and its key as written: autotune.enabled in a section."""
 
     key: str
     value: Any

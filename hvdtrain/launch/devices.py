@@ -71,12 +71,7 @@ def usable_cores() -> int:
 
 
 def physical_cores(cpus: Iterable[int], root: Path) -> int:
-    """Return the number of physical cores of these logical CPUs. A CPU without topology counts as one core.
-
-    Args:
-        cpus: Numbers of the logical CPUs.
-        root: Path of /sys/devices/system/cpu.
-    """
+    """Return the number of physical cores of these logical CPUs. A CPU without topology counts as one core."""
 
     def core_of(cpu: int) -> str:
         try:

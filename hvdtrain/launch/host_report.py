@@ -53,16 +53,7 @@ def ssh_problem(
     port: int | None = None,
     identity_file: str | None = None,
 ) -> str:
-    """Explain why a host did not report, and what to do about it.
-
-    Args:
-        host: Name of the host.
-        exit_code: Exit code of ssh; negative if a signal ended it.
-        stderr: Standard error of ssh and the remote command.
-        python: Interpreter that the ranks are to run with.
-        port: ssh port that was given, if any.
-        identity_file: Private key that was given, if any.
-    """
+    """Explain why a host did not report, and what to do about it, from how ssh to it ended."""
     if exit_code < 0:
         return f"host {host}: the local ssh process connected to it was ended by {signal.Signals(-exit_code).name}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]

@@ -57,11 +57,6 @@ def find_mpirun(path: str | None = None) -> str | None:
 def choose_controller(wanted: str, built: frozenset[Controller], mpirun: str | None) -> Controller:
     """Choose the controller. `auto` prefers MPI, the faster one, if Horovod was built with it and mpirun exists.
 
-    Args:
-        wanted: "auto", "mpi" or "gloo".
-        built: Controllers that Horovod was built with.
-        mpirun: Path of mpirun, or None.
-
     Raises:
         UsageError: The requested controller cannot be used here.
         EngineError: With `auto`, neither can be used.

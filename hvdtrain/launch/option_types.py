@@ -5,7 +5,7 @@ of the plan and horovodrun's argv are all derived from these fields, so each opt
 """
 
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 # Sections of `hvdtrain run --help-all`, in order.
 GROUPS = {
@@ -25,19 +25,6 @@ GROUPS = {
     "about": "About this command",
 }
 
-Need = Literal[
-    "gloo",
-    "mpi",
-    "elastic",
-    "discovery",
-    "autotune",
-    "timeline",
-    "several hosts",
-    "one worker per host",
-    "horovodrun",
-]
-"""Prerequisites of an option; `plan_validation` defines when each is met."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -56,7 +43,8 @@ class Option:
             `--VALUE` selects that value.
         metavar: Placeholder for the value in --help, usually its unit.
         least, most: Inclusive bounds of a number.
-        needs: Prerequisites without which the option has no effect and is rejected.
+        needs: Prerequisites without which the option has no effect and is rejected: keys of
+            `plan_validation.CONDITIONS`.
         unset: Text for --help about what happens without the option.
         environment: Horovod's environment variable for the same setting. Needed where hvdtrain has its
             own default, which would override the user's variable.
@@ -74,7 +62,7 @@ class Option:
     metavar: str | None = None
     least: float | None = None
     most: float | None = None
-    needs: tuple[Need, ...] = ()
+    needs: tuple[str, ...] = ()
     unset: str = ""
     environment: str = ""
 

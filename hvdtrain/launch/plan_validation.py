@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.addresses import own_names
 from hvdtrain.launch.hosts import MOST_SLOTS
-from hvdtrain.launch.option_types import Need, Option, options_of
+from hvdtrain.launch.option_types import Option, options_of
 from hvdtrain.launch.secrets import looks_secret
 from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import PARAMETER_SERVER
@@ -43,7 +42,7 @@ class Condition(NamedTuple):
 
 
 ELASTIC = ("host_discovery_script", "min_np", "max_np")
-CONDITIONS: dict[Need, Condition] = {
+CONDITIONS = {
     "gloo": Condition(lambda plan: plan.controller == "gloo", "add --controller gloo"),
     "mpi": Condition(lambda plan: plan.controller == "mpi", "add --controller mpi"),
     "elastic": Condition(
@@ -187,19 +186,6 @@ def _check_numbers_of_workers(plan: LaunchPlan) -> None:
                     f"{option} {number} is more than the {slots} slots of {names}: "
                     f"lower {option}, or give the hosts more slots"
                 )
-
-
-def fitting_stall_times(warning: int, shutdown: int) -> tuple[int, int]:
-    """Return the stall check's warning and shutdown times in seconds, adjusted so that the warning comes first.
-
-    A time set by the user is kept. If both are set, the shutdown time is, so that no job waits longer.
-    """
-    if not 0 < shutdown <= warning:
-        return warning, shutdown
-    if shutdown == STALL_SHUTDOWN_SECONDS:
-        return warning, warning + STALL_SHUTDOWN_SECONDS - STALL_WARNING_SECONDS
-    shutdown = max(shutdown, 2)
-    return shutdown // 2, shutdown
 
 
 def _check_times(plan: LaunchPlan) -> None:

@@ -17,13 +17,16 @@ from hvdtrain.launch.launch_command import Site
 from hvdtrain.launch.launchers.srun import choose_launcher, choose_srun_controller, used_hosts
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.plan_validation import ELASTIC, fitting_stall_times, is_given, unmet_need
+from hvdtrain.launch.plan_validation import ELASTIC, is_given, unmet_need
 from hvdtrain.launch.rank_program import PROGRAM_OPTIONS, program_given
 from hvdtrain.launch.secrets import variable_to_pass
 from hvdtrain.launch.slurm.allocation import Allocation
 
+STALL_TIMES = ("stall_warning_seconds", "stall_shutdown_seconds")
+"""Options that have no value if the user gave none, even though they have a default."""
+_STALL_SECONDS = STALL_WARNING_SECONDS, STALL_SHUTDOWN_SECONDS
 _ADOPTED_STALL_SECONDS = 600, HANG_SECONDS
-"""Stall check's warning and shutdown times for an adopted script.
+"""Stall check's times for an adopted script.
 
 Its ranks compute on their own between the fits that they share, for hours perhaps, and not equally fast.
 """
@@ -95,21 +98,23 @@ def _choose_place(
 
 
 def _choose_stall_times(values: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Make the stall check's shutdown time longer than its warning time, and report the change."""
-    warning, shutdown = values["stall_warning_seconds"], values["stall_shutdown_seconds"]
-    if values.get("adopt") and (warning, shutdown) == (
-        STALL_WARNING_SECONDS,
-        STALL_SHUTDOWN_SECONDS,
-    ):
-        warning, shutdown = _ADOPTED_STALL_SECONDS
-        values["stall_warning_seconds"], values["stall_shutdown_seconds"] = warning, shutdown
-    times = fitting_stall_times(warning, shutdown)
-    if values["stall_check"] and times != (warning, shutdown):
+    """Set the stall check's times where the user did not, and make the shutdown time longer than the warning time.
+
+    A time set by the user is kept. If both are set, the shutdown time is, so that no job waits longer.
+    """
+    given = [name for name in STALL_TIMES if name in values]
+    usual = _ADOPTED_STALL_SECONDS if values.get("adopt") and not given else _STALL_SECONDS
+    warning, shutdown = times = [values.get(*one) for one in zip(STALL_TIMES, usual, strict=True)]
+    if values["stall_check"] and 0 < shutdown <= warning:
+        if "stall_shutdown_seconds" in given:
+            times = [max(shutdown, 2) // 2, max(shutdown, 2)]
+        else:
+            times = [warning, warning + STALL_SHUTDOWN_SECONDS - STALL_WARNING_SECONDS]
         say(
             f"--stall-shutdown-seconds {shutdown} is not longer than --stall-warning-seconds {warning}: "
             f"using {times[1]} and {times[0]}"
         )
-        values["stall_warning_seconds"], values["stall_shutdown_seconds"] = times
+    values.update(zip(STALL_TIMES, times, strict=True))
 
 
 def _number_of_ranks(values: Mapping[str, Any], say: Callable[[str], None]) -> int:

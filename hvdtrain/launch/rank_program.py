@@ -104,13 +104,7 @@ def program_of(
     module: bool = False,
     adopt: AdoptOptions | None = None,
 ) -> Program:
-    """Parse the words of a command line into a Program.
-
-    Args:
-        name: First word.
-        arguments: Words after it.
-        module: Whether the name is a module's (`-m`).
-        adopt: How the ranks share the script, if it is one to share (`--adopt`).
+    """Parse the words of a command line, where `module` stands for -m and `adopt` for --adopt, into a Program.
 
     Raises:
         UsageError: The script or module is missing or invalid, the program cannot be executed, or is no script to

@@ -4,7 +4,6 @@ There is no registry: the jobs are found in /proc, in Slurm's queue and through 
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import platform
@@ -20,10 +19,10 @@ from hvdtrain.environment import LAUNCH_ID, LOG_DIR
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.container.container_command import LABEL
 from hvdtrain.launch.running.log_folder import LOGS
-from hvdtrain.launch.running.processes import environment_of
 from hvdtrain.launch.running.run_status import RunStatus, read_status
 from hvdtrain.launch.running.timed_command import ask
-from hvdtrain.launch.slurm.job_queue import ENDED, SCRIPTS, JobState, read_states
+from hvdtrain.launch.slurm.job_queue import ENDED, SCRIPTS, JobState, read_states, start_time
+from hvdtrain.worker.proc_files import all_processes, environment_of, folder_of
 
 SHORT = 8
 CLOCK_SECONDS = 2.0
@@ -77,13 +76,13 @@ def the_job(name: str, jobs: Sequence[Job]) -> Job:
 
 def _runs_here() -> Iterable[Job]:
     seen: dict[str, Path] = {}
-    own = _pid_namespace("self")
-    for entry in Path("/proc").glob("[0-9]*"):
+    own = _pid_namespace(os.getpid())
+    for pid in all_processes():
         # Other users' processes cannot be read, and processes end during the scan.
         with suppress(OSError):
-            environ = environment_of(int(entry.name))
+            environ = environment_of(pid)
             # Processes in a container are found through its engine.
-            if LAUNCH_ID in environ and LOG_DIR in environ and _pid_namespace(entry.name) == own:
+            if LAUNCH_ID in environ and LOG_DIR in environ and _pid_namespace(pid) == own:
                 seen[environ[LAUNCH_ID]] = Path(environ[LOG_DIR])
     for launch_id, folder in seen.items():
         status = read_status(folder)
@@ -115,8 +114,8 @@ def _is_launcher(status: RunStatus) -> bool:
     return born <= status.started + CLOCK_SECONDS
 
 
-def _pid_namespace(process: str) -> str:
-    return os.readlink(f"/proc/{process}/ns/pid")  # noqa: PTH115
+def _pid_namespace(pid: int) -> str:
+    return os.readlink(folder_of(pid) / "ns/pid")  # noqa: PTH115
 
 
 def _slurm_jobs() -> Iterable[Job]:
@@ -131,9 +130,11 @@ def _slurm_jobs() -> Iterable[Job]:
 
 
 def _slurm_job(state: JobState) -> Job:
-    number = state.name.partition("_")[0]
-    own = (one for one in _statuses(state.folder) if one[0].slurm_job == number)
+    own = (one for one in _statuses(state.folder) if one[0].slurm_job == state.number)
     status, folder = next(own, (None, None))
+    begun = state.started - CLOCK_SECONDS if state.started and state.restarts else 0.0
+    if status is not None and status.started < begun:
+        status = folder = None  # Of the run before the job was requeued, with the same ID.
     return Job(
         name=state.name,
         kind="slurm",
@@ -166,7 +167,7 @@ def _containers() -> Iterable[Job]:
             seen.add(line.strip())
             about = json.loads(ask([engine, "inspect", line.strip()]).answer or "[{}]")[0]
             config = about.get("Config", {})
-            started = _time(about.get("State", {}).get("StartedAt", ""))
+            started = start_time(about.get("State", {}).get("StartedAt", ""))
             status, folder = _run_in_container(config, started)
             yield Job(
                 name=line.strip(),
@@ -192,10 +193,3 @@ def _run_in_container(
     ]
     # With --network=host, later containers may have the same host name.
     return own[-1] if own else (None, None)
-
-
-def _time(text: str) -> float | None:
-    """Convert a time such as 2026-01-31T12:00:00.123456789Z to seconds since the epoch. None if it is invalid."""
-    with suppress(ValueError):
-        return datetime.datetime.fromisoformat(text[:19] + "+00:00").timestamp()
-    return None

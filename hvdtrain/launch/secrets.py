@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from hvdtrain.errors import UsageError
@@ -66,6 +66,12 @@ def _is_secrets(name: str, value: str) -> bool:
     return bool(secret)
 
 
+def secret_values(variables: Iterable[EnvVar]) -> dict[str, str]:
+    """Return the variables whose value is given and secret, by name."""
+    given = {one.name: one.value for one in variables if one.value is not None}
+    return {name: value for name, value in given.items() if looks_secret(name, value)}
+
+
 def variable_to_pass(variable: EnvVar) -> EnvVar:
     """Move a secret's value to this process's environment, to keep it out of the command.
 
@@ -77,10 +83,9 @@ def variable_to_pass(variable: EnvVar) -> EnvVar:
             f"--env {variable.name}: not set in this environment: set it, or use "
             f"--env {variable.name}=VALUE"
         )
-    if variable.value is None or not looks_secret(variable.name, variable.value):
-        return variable
-    os.environ[variable.name] = variable.value
-    return replace(variable, value=None)
+    secret = secret_values([variable])
+    os.environ.update(secret)
+    return replace(variable, value=None) if secret else variable
 
 
 def masked(argv: Sequence[str]) -> list[str]:

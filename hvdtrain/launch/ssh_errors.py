@@ -5,21 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SSH_FAILED = 255
 """ssh's exit code for its own failures; any other is the remote command's."""
 SSH_PORT = 22
 
 
-@dataclass(frozen=True)
-class SshError:
-    """Why ssh failed.
-
-    Attributes:
-        cause: Explanation for the user, with ssh's own line in parentheses.
-        fix: What to do about it.
-    """
+class SshError(NamedTuple):
+    """Why ssh failed, with ssh's own line in parentheses, and what to do about it."""
 
     cause: str
     fix: str

@@ -15,11 +15,7 @@ PIPE_SECONDS = 10.0
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a file.
-
-    Args:
-        path: Path of the file.
-        what: Kind of the file for messages, such as "hostfile".
+    """Return the text of a file; messages call it `what`, such as "hostfile".
 
     Raises:
         UsageError: The file cannot be read, is not UTF-8, is longer than MOST_BYTES, or is a pipe whose writer is

@@ -203,7 +203,7 @@ def _accumulator_piece(
     place: Place, name: str, slot: Any, shard: Shard | None, sends: bool, optimizer: Any
 ) -> Piece:
     """Return the piece of an accumulator: each rank holds its own, and reading combines them over the ranks."""
-    reduction = reducer_of(optimizer).reduction
+    reduction = inner_of(optimizer).hvdtrain_accumulated
 
     def read() -> np.ndarray:
         return combined(slot, reduction, "{}_{}_{}".format(*place)).numpy()

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.idle_ranks import take_over
-from hvdtrain.collectives.metrics import read_state, state_variables, write_state
+from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.collectives.step_context import Step, in_step, without_others
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
@@ -24,9 +24,10 @@ from hvdtrain.keras_internals.optimizers import is_scaled, step_counts
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
     identity,
+    optimizer_variables,
     seed_variables,
-    tf_variable,
     untracked_variables,
+    values_kept,
     variable_name,
     without,
 )
@@ -391,20 +392,13 @@ class RankSteps(Steps):
 
     def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
         """Run a step on a filler example, to take part in the collectives; restore the metrics afterwards."""
-        counted = read_state(self._metrics)
-        logs = step(share.data)
-        write_state(self._metrics, counted)
-        return logs
+        with values_kept(state_variables(self._metrics)):
+            return step(share.data)
 
     def _run_for_logs(self, step: Callable[[Any], Any], share: Share) -> Logs:
         """Train alone on a filler, of which nothing stays but what the optimizers keep of the number of their steps."""
-        model, optimizers = self._model, optimizers_of(self._model)
+        model = self._model
         found = [*model.variables, *untracked_variables(model), *state_variables(self._metrics)]
-        found += [v for optimizer in optimizers for v in optimizer.variables]
-        counts = [v for optimizer in optimizers for v in step_counts(optimizer)]
-        targets = [tf_variable(v) for v in without(found, counts)]
-        values = [target.numpy() for target in targets]
-        logs = step(share.data)
-        for target, value in zip(targets, values, strict=True):
-            target.assign(value)
-        return logs
+        counts = [v for optimizer in optimizers_of(model) for v in step_counts(optimizer)]
+        with values_kept(without([*found, *optimizer_variables(model)], counts)):
+            return step(share.data)

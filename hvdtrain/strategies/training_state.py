@@ -22,6 +22,7 @@ from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import (
     local_variables,
+    optimizer_variables,
     row_states,
     seed_variables,
     untracked_variables,
@@ -90,8 +91,6 @@ def broadcast(variables: Iterable[Any], position: Position) -> None:
 def shared_state(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:
     """Return the variables of a model and its optimizers that are equal on all ranks, except `left_out`."""
     own = [*local_variables(model), *row_states(model), *left_out]
-    found = [*model.variables, *untracked_variables(model)]
-    for optimizer in optimizers_of(model):
-        own += accumulators(optimizer)
-        found += optimizer.variables
+    own += [v for optimizer in optimizers_of(model) for v in accumulators(optimizer)]
+    found = [*model.variables, *untracked_variables(model), *optimizer_variables(model)]
     return without(found, own)

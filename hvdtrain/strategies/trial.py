@@ -17,11 +17,9 @@ from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
 from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.models import numbers_kept, trains_by_keras
 from hvdtrain.keras_internals.variables import (
-    assign,
     global_seed_variable,
-    tf_variable,
-    unique,
     untracked_variables,
+    values_kept,
 )
 from hvdtrain.strategies import batch_dependence
 
@@ -99,13 +97,8 @@ def unchanged(model: keras.Model) -> Iterator[None]:
         kept.append(seed)
     if not trains_by_keras(model):
         kept += model.trainable_variables
-    targets = [tf_variable(v) for v in unique(kept)]
-    values = [target.numpy() for target in targets]
-    try:
-        with numbers_kept(model):
-            yield
-    finally:
-        assign(targets, values)
+    with values_kept(kept), numbers_kept(model):
+        yield
 
 
 @contextlib.contextmanager

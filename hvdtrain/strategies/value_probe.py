@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.keras_internals.metric_calls import counted_metrics
 from hvdtrain.keras_internals.models import gradients_of_all_taken, numbers_kept
-from hvdtrain.keras_internals.variables import assign, tf_variable
+from hvdtrain.keras_internals.variables import tf_variable, values_kept
 from hvdtrain.strategies.trial import (
     Result,
     in_parts,
@@ -91,11 +91,14 @@ def batch_statistics(
 
     def growth(part: Any, own: Step | None) -> list[float]:
         before = [float(total) for total in totals]
-        with numbers_kept(model), in_step(own), gradients_of_all_taken(model, lambda pairs: True):
+        with (
+            values_kept(totals),
+            numbers_kept(model),
+            in_step(own),
+            gradients_of_all_taken(model, lambda pairs: True),
+        ):
             run(part)
-        grown = [float(total) - begin for total, begin in zip(totals, before, strict=True)]
-        assign(totals, before)
-        return grown
+            return [float(total) - begin for total, begin in zip(totals, before, strict=True)]
 
     tried = _tried(model, data, step, growth)
     if tried is None:

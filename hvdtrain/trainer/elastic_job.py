@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from horovod.common.elastic import notification_manager
@@ -20,7 +19,8 @@ from hvdtrain.errors import EngineError, HvdtrainError
 from hvdtrain.messages import logger
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.runtime import Rank, engine_errors
-from hvdtrain.worker.elastic_place import place_in_job
+from hvdtrain.worker.elastic_place import has_saved, place_in_job
+from hvdtrain.worker.proc_files import environment_of
 
 if TYPE_CHECKING:
     from hvdtrain.trainer.resume import FitCheckpoints
@@ -102,25 +102,29 @@ def starts_before(environ: Mapping[str, str], steps: int) -> int:
 
 
 def resume_after_restart(environ: MutableMapping[str, str], resume: str) -> str:
-    """Return the argument `resume` of a fit that begins, in a process that may have been restarted.
+    """Return the argument `resume` of a fit that begins, in a process that may have been restarted, or joined a job.
 
-    The first fit of a restarted script must find a checkpoint if one was written before: without one, it looks in
+    The first fit of such a process must find a checkpoint if one was written before: without one, it looks in
     another folder, for instance on another disk. Later fits may be new. None may insist on an empty folder, because it
-    may have begun before the restart.
+    may have begun before.
 
     Args:
-        environ: Environment of this process, on any rank; no longer holds SAVED_BEFORE afterwards.
+        environ: Environment of this process, on any rank; afterwards it tells that this fit was not the first.
         resume: The Trainer's argument.
     """
+    if is_elastic(environ) and STARTED_AGAIN not in environ:
+        # This process has saved nothing yet; the others may all have gone.
+        environ[STARTED_AGAIN] = ""
+        if has_saved(environ):
+            environ.update({STARTED_AGAIN: "0 0", SAVED_BEFORE: "1"})
     if environ.pop(SAVED_BEFORE, None) is not None:
         return "must"
-    return "auto" if resume == "never" and STARTED_AGAIN in environ else resume
+    return "auto" if resume == "never" and environ.get(STARTED_AGAIN) else resume
 
 
 def _given() -> dict[str, str]:
     """Return the environment this process began with, before threads were divided among the former workers."""
-    found = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
-    environ = dict(one.split("=", 1) for one in found if "=" in one)
+    environ = environment_of(os.getpid())
     # A program that sets its title in `ps` overwrites this memory.
     return environ if is_elastic(environ) else dict(os.environ)
 

@@ -152,7 +152,8 @@ class Loop:
                 # Look even if none is due: an epoch may have few steps, and its validation may take long.
                 ends = not last and self.saved.should_stop(now=True)
                 with in_phase("saving"):
-                    self.saved.save(self.model, {}, epoch + 1, 0, stopped, last or ends)
+                    after = Position(epoch + 1, stopped=stopped)
+                    self.saved.save(self.model, {}, after, last or ends)
                 if ends:
                     raise self.saved.preempted()
             if stopped:
@@ -326,7 +327,7 @@ class Loop:
         if found is None:
             assert self.saved is not None
             with in_phase("saving"):
-                self.saved.save(self.model, {}, epoch, done, trained=trained, last=True)
+                self.saved.save(self.model, {}, Position(epoch, done, trained=trained), last=True)
             raise self.saved.preempted()
         return {f"val_{name}": value for name, value in found.items()}
 
@@ -410,7 +411,7 @@ class Loop:
             rewound = self.losses is not None and self.losses.look(now=True)
             if ends or not rewound:
                 with in_phase("saving"):
-                    saved.save(self.model, step_logs, epoch, done, last=ends)
+                    saved.save(self.model, step_logs, Position(epoch, done), last=ends)
         if ends:
             raise saved.preempted()
 

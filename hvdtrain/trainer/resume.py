@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -338,16 +338,7 @@ class FitCheckpoints:
             f"{stopped}. Run the same command again to resume from the newest checkpoint in {str(self._folder)!r}"
         )
 
-    def save(
-        self,
-        model: keras.Model,
-        logs: Logs,
-        epoch: int,
-        step: int = 0,
-        stopped: bool = False,
-        last: bool = False,
-        trained: Logs | None = None,
-    ) -> None:
+    def save(self, model: keras.Model, logs: Logs, position: Position, last: bool = False) -> None:
         """Capture the state, and write a checkpoint of it in the background. A collective.
 
         Nothing is saved while the previous checkpoint is still being written. If one cannot be written, or the weights
@@ -356,11 +347,8 @@ class FitCheckpoints:
         Args:
             model: Model whose steps have finished.
             logs: Logs of the last step.
-            epoch: See Position.
-            step: See Position.
-            stopped: See Position.
+            position: Position to resume from; its `steps` are those trained so far.
             last: Whether this is the last checkpoint; waits until it and the one before are written.
-            trained: See Position.
 
         Raises:
             UsageError: On all ranks, if `max_failures` checkpoints in a row could not be written.
@@ -388,8 +376,8 @@ class FitCheckpoints:
             return
         arrays = state.variables()
         if ALL_RANKS.rank() == 0:
-            position = Position(epoch, step, self.steps, stopped, trained)
-            content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, list(ranks))
+            now = asdict(replace(position, steps=self.steps))
+            content = Checkpoint({**self._facts, "position": now}, arrays, list(ranks))
             write = partial(self._write, self.steps, content, state.untrained)
             self._writing = BackgroundWrite(self.steps, write)
         if last:

@@ -19,6 +19,7 @@ from hvdtrain.keras import is_initialized
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.keras_internals.variables import (
     local_variables,
+    optimizer_variables,
     replicated_variables,
     tf_variable,
     trained_variables,
@@ -172,10 +173,8 @@ def _alike(trained: Sequence[Any], optimizer: Any) -> list[str]:
 
 
 def _state_of(model: keras.Model) -> dict[str, np.ndarray]:
-    found = list(model.variables)
-    for optimizer in optimizers_of(model):
-        found += optimizer.variables
-    return {variable.path: tf_variable(variable).numpy() for variable in unique(found)}
+    found = unique([*model.variables, *optimizer_variables(model)])
+    return {variable.path: tf_variable(variable).numpy() for variable in found}
 
 
 def _require_init() -> None:

@@ -60,9 +60,7 @@ def schedule_horovod(threads: Iterable[int], over_gloo: bool) -> None:
 def schedule_promptly(threads: Iterable[int], interrupts: bool = True) -> list[int]:
     """Request the shortest time slice for `threads`; return those for which the kernel granted it.
 
-    Args:
-        threads: Ids of threads of this process.
-        interrupts: Whether they may interrupt others when they wake up.
+    With `interrupts`, they may interrupt others when they wake up.
     """
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None or platform.system() != "Linux":

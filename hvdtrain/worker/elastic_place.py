@@ -31,9 +31,6 @@ def place_in_job(environ: Mapping[str, str]) -> dict[str, str]:
 
     Horovod asks for them itself when it starts again in the same process; a new process must know them beforehand.
 
-    Args:
-        environ: Environment of this process.
-
     Raises:
         EngineError: The launcher cannot be reached.
         SystemExit: The job continues without this worker.
@@ -56,14 +53,18 @@ def place_after_arrival(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def tell_saved(where: str) -> None:
-    """Tell the launcher, if this is an elastic job, that training can continue from a new state.
-
-    Args:
-        where: ON_DISK or IN_MEMORY.
-    """
+    """Tell the launcher, if the job is elastic, that training can continue from a new state, ON_DISK or IN_MEMORY."""
     if is_elastic(os.environ):
         with suppress(OSError):  # The launcher may be Horovod's own, or gone.
             _ask(os.environ, SAVED, where, method="PUT", timeout=TELL_SECONDS)
+
+
+def has_saved(environ: Mapping[str, str]) -> bool:
+    """Whether this elastic job has saved a checkpoint on disk; False if its launcher is Horovod's own, or has gone."""
+    try:
+        return _ask(environ, SAVED, ON_DISK) == ON_DISK
+    except OSError:
+        return False
 
 
 class Commits:

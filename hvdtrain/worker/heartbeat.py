@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.errors import UsageError
+from hvdtrain.worker.proc_files import folder_of
 
 Phase = Literal[
     "starting",
@@ -292,7 +293,7 @@ def _pages(pid: int) -> Iterator[tuple[Path, str]]:
 
     Processes that watch ranks have those ranks' pages open too, but read-only.
     """
-    for link in (Path("/proc") / str(pid) / "fd").iterdir():
+    for link in (folder_of(pid) / "fd").iterdir():
         with suppress(OSError):
             name = os.readlink(link)  # noqa: PTH115
             if name.startswith(_LINK) and link.lstat().st_mode & stat.S_IWUSR:

@@ -12,7 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+from hvdtrain.worker.proc_files import stat_of
 
 INIT = 1
 """Id of the process that adopts orphans."""
@@ -49,8 +50,7 @@ def watch(look: Callable[[], object], end: Callable[[], None], seconds: float) -
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError):
-        # The format is: PID (NAME) STATE PPID ...; a name may contain anything.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(stat_of(pid)[1])
     return 0
 
 

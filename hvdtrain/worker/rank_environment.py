@@ -14,15 +14,11 @@ from hvdtrain.rank_variables import local_size_of
 
 
 def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return the variables to add to `environ`; none that is set there already.
+    """Return the variables to add to `environ`, for ranks that share so many cores of a host; none that is set already.
 
     Each rank computes on an equal share of the cores, at least one, or on the number that its launcher has assigned.
     More inter-op threads than cores cost time: with 2 instead of 1, two ranks on two cores were 1.05 to 1.4 times
     slower on a small network. Collectives need no thread to wait in.
-
-    Args:
-        environ: Environment of this process.
-        cores: Number of cores that all ranks of this host share.
     """
     own = environ.get(RANK_CORES, "")
     share = max(1, int(own) if own.isdecimal() else cores // max(1, local_size_of(environ)))

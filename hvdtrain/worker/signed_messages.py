@@ -47,12 +47,7 @@ def unseal(key: bytes, name: bytes, message: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Caller:
-    """Address and key of the process that has called `hvdtrain.launch`.
-
-    Attributes:
-        address: Path of a socket, or (IP address, port).
-        key: Key of the launch.
-    """
+    """Address and key of the process that has called `hvdtrain.launch`."""
 
     address: str | tuple[str, int]
     key: bytes = field(repr=False)

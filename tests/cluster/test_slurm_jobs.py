@@ -258,6 +258,40 @@ def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path
     assert slurm.left(seconds=5) == []
 
 
+def test_a_second_ctrl_c_ends_blocked_ranks_on_all_nodes(slurm: SlurmCluster, folder: Path) -> None:
+    """Ranks that hear no signal, while the job itself goes on."""
+    blocked = "os.rename(f'seen.{rank}.tmp', f'seen.{rank}')\nsum(iter(int, 1))\n"
+    (folder / "train.py").write_text(REPORT + blocked)
+    run = shlex.join([*HVDTRAIN, "run", "train.py"])
+    job = slurm.start(
+        *(
+            "salloc",
+            "--quiet",
+            "--nodes=2",
+            "sh",
+            "-c",
+            f"{run}; touch ended; until [ -e go ]; do sleep 0.1; done",
+        ),
+        cwd=folder,
+    )
+    wait_for_ranks(folder, 2)
+    running = next(
+        pid for pid, line in slurm.hosts[0].processes().items() if "hvdtrain.cli run" in line
+        and "sh -c" not in line
+    )  # fmt: skip
+    os.kill(running, signal.SIGINT)
+    time.sleep(2)
+    begun = time.monotonic()
+    os.kill(running, signal.SIGINT)
+    while not (folder / "ended").exists():
+        assert time.monotonic() - begun < 10, "the grace period is 30 s"
+        time.sleep(0.1)
+    assert slurm.hosts[1].left(5) == []
+    (folder / "go").touch()
+    _, stderr = job.communicate(timeout=SECONDS)
+    assert "SIGINT: stopping all workers (repeat to stop at once)" in stderr
+
+
 @pytest.mark.parametrize(
     ("stopped", "phase"),
     product((0, 1), hanging.PHASES) if hanging.ALL_CASES else [(1, "training")],

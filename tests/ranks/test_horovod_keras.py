@@ -91,8 +91,9 @@ def test_saved_while_gradients_wait(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_a_writer_that_takes_longer_than_a_stall() -> None:
-    found = on_ranks("horovod_keras", env=SHORT).of("case_a_slow_writer")
+@pytest.mark.parametrize("case", ["case_a_slow_writer", "case_a_slow_writer_within_an_epoch"])
+def test_a_writer_that_takes_longer_than_a_stall(case: str) -> None:
+    found = on_ranks("horovod_keras", env=SHORT).of(case)
     assert found == [{"epochs": [0], "saved": True}] * 2
 
 

@@ -27,6 +27,11 @@ def results(folder: Path) -> Results:
     return on_ranks("trainer_callbacks", np=2, env={"FOLDER": str(folder)})
 
 
+def test_gradients_that_wait_in_an_optimizer_with_its_own_apply(results: Results) -> None:
+    for found in results.of("case_saved_while_own_gradients_wait"):
+        assert max(found.values()) <= EXACT
+
+
 @pytest.mark.slow
 def test_early_stopping(results: Results) -> None:
     for found in results.of("case_early_stopping"):

@@ -142,4 +142,6 @@ def test_fit_again_while_gradients_wait(two: Results) -> None:
 def test_metric_of_each_class(two: Results) -> None:
     for found in two.of("case_metric_of_each_class"):
         assert found.pop("classes") == 5
+        assert found.pop("one") == 1, "an array in Keras as well"
+        check(found.pop("single"))
         check(found)

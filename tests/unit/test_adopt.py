@@ -264,6 +264,8 @@ def test_what_cannot_be_adopted(command: str, words: list[str], message: str) ->
     [
         ([], (600, 1800)),
         (["--stall-shutdown-seconds", "90"], (20, 90)),
+        (["--stall-shutdown-seconds", "50"], (20, 50)),
+        (["--stall-warning-seconds", "20", "--stall-shutdown-seconds", "50"], (20, 50)),
         (["--stall-warning-seconds", "30", "--stall-shutdown-seconds", "60"], (30, 60)),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hvdtrain.bench.figures import Figure, Findings
+from hvdtrain.bench.figures import Figure, Findings, three_digits
 from hvdtrain.bench.measurement import Comparison
 from hvdtrain.cli import bench_costs
 from hvdtrain.cli.bench import bench
@@ -96,3 +96,10 @@ def test_a_chart_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     done = CliRunner().invoke(bench, ["startup", "-o", str(tmp_path / "chart.png")])
     assert "pip install matplotlib" in str(done.exception)
     assert "to repeat:" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(18816.6, "18,817"), (117.4, "117"), (37.2, "37.2"), (7.04, "7.04"), (0.0123, "0.0123")]
+)  # fmt: skip
+def test_a_slow_rate_keeps_three_digits(value: float, text: str) -> None:
+    assert three_digits(value) == text

@@ -253,6 +253,8 @@ def test_a_variable_for_the_workers_is_not_overruled_by_a_default(
         (["--stall-warning-seconds", "30", "--stall-shutdown-seconds", "30"], (15, 30)),
         (["--stall-warning-seconds", "1", "--stall-shutdown-seconds", "1"], (1, 2)),
         ([f"--env={STALL}=20"], (10, 20)),
+        # What is also the default.
+        (["--stall-warning-seconds", "60", "--stall-shutdown-seconds", "50"], (25, 50)),
     ],
 )
 def test_stall_times_that_exclude_each_other_are_adjusted(
@@ -392,7 +394,7 @@ def test_a_wrong_command_gets_a_hint() -> None:
 def test_help_names_every_command() -> None:
     result = call("--help")
     assert result.exit_code == 0
-    for name, (_, description) in COMMANDS.items():
+    for name, description in COMMANDS.items():
         assert name in result.stdout
         assert description in result.stdout
 

@@ -20,7 +20,7 @@ from hvdtrain.start.parts import host_agent
 class Seen:
     """Collects what a run tells; the launch's id is `id`.
 
-    `failed`, `hung` and `unread` are what it answers.
+    `failed`, `hung`, `behind` and `is_unread` are what it answers.
     """
 
     def __init__(self) -> None:
@@ -29,22 +29,23 @@ class Seen:
         self.news: list[bytes] = []
         self.signals: list[signal.Signals] = []
         self.warnings: list[float] = []
-        self.failed = self.hung = self.unread = False
+        self.failed = self.hung = False
+        self.behind = self.is_unread = lambda: False
 
-    def take_output(self, stream: Stream, data: bytes) -> None:
+    def feed(self, stream: Stream, data: bytes) -> None:
         self.output[stream] += data
 
     def take_news(self, line: bytes) -> None:
         self.news.append(line)
 
-    def idle(self) -> None:
+    def tick(self) -> None:
         pass
 
-    def finish(self) -> None:
-        pass
+    settle = finish = tick
 
+    @property
     def is_behind(self) -> bool:
-        return False
+        return self.behind()
 
     def catch_up(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -64,12 +65,13 @@ class Seen:
     def take_orders(self) -> bytes:
         return b""
 
-    def is_unread(self) -> bool:
-        return self.unread
+    @property
+    def unread(self) -> bool:
+        return self.is_unread()
 
     def run(self, script: str, grace: float = 0.0) -> Ending:
         argv = ["/bin/sh", "-c", script]
-        return run_process(argv, self, environment=os.environ, launch_id=self.id, grace=grace)
+        return run_process(argv, self, self, environment=os.environ, launch_id=self.id, grace=grace)
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def test_no_more_is_read_than_is_shown(seen: Seen) -> None:
     """And signals are heard all the same."""
     interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
     interrupt.start()
-    seen.is_behind = lambda: not seen.signals and bool(seen.output["stdout"])  # type: ignore[method-assign]
+    seen.behind = lambda: not seen.signals and bool(seen.output["stdout"])
     ending = in_time(8, lambda: seen.run("while true; do echo out; done"))
     assert ending == Ending(-signal.SIGTERM, signal.SIGTERM)
     assert len(seen.output["stdout"]) < 1 << 20, (
@@ -152,7 +154,7 @@ def test_no_more_is_read_than_is_shown(seen: Seen) -> None:
 
 def test_output_that_nobody_reads_ends_the_command_with_grace(seen: Seen) -> None:
     saves = "trap 'echo saved; exit 3' TERM; echo out; while true; do sleep 0.1; done"
-    seen.is_unread = lambda: bool(seen.output["stdout"])  # type: ignore[method-assign]
+    seen.is_unread = lambda: bool(seen.output["stdout"])
     ending = in_time(8, lambda: seen.run(saves))
     assert ending == Ending(3, signal.SIGTERM)
     assert seen.output["stdout"] == b"out\nsaved\n"
@@ -197,7 +199,7 @@ def test_a_reader_that_fails_ends_the_command(seen: Seen) -> None:
     def closed(stream: Stream, data: bytes) -> None:
         raise BrokenPipeError
 
-    seen.take_output = closed  # type: ignore[method-assign]
+    seen.feed = closed  # type: ignore[method-assign]
     with pytest.raises(BrokenPipeError):
         seen.run("echo out; sleep 600")
     assert processes_of(seen.id) == []

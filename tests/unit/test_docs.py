@@ -199,7 +199,7 @@ def test_options() -> None:
         *("--epochs", "--password"),  # of the user's script
         *("--allow-run-as-root", "--oversubscribe", "--tag-output"),  # of mpirun
         "--config-file",  # of horovodrun
-        "--constraint",  # of sbatch
+        *("--constraint", "--no-requeue"),  # of sbatch
         *("--build", "--format", "--rm", "--ulimit"),  # of docker and podman
         *("--strict", "--write"),  # of mkdocs, and of the table of what is exact
     }

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.running import rank_monitor
-from hvdtrain.launch.running.processes import name_of, parse_status, state_of
 from hvdtrain.launch.running.rank_monitor import (
     MPI_PARAMETER,
     mpi_daemons_of,
@@ -21,6 +20,8 @@ from hvdtrain.launch.running.rank_monitor import (
 )
 from hvdtrain.start.parts import rank_watch
 from hvdtrain.start.parts.rank_watch import RankWatch
+from hvdtrain.worker.launcher_watch import ancestors
+from hvdtrain.worker.proc_files import name_of, parse_status, stat_of, state_of
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -53,6 +54,22 @@ def test_status() -> None:
     )
     state = parse_status(text)
     assert (state.parent, state.caught, state.stopped) == (7, {10, 15}, True)
+
+
+def test_a_name_of_any_bytes() -> None:
+    code = "open('/proc/self/comm', 'wb').write(b'a\\xff) b'); print(flush=True); input()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        assert state_of(process.pid).parent == os.getpid()
+        assert stat_of(process.pid)[0] in "RS"
+        assert ancestors(process.pid)[0] == os.getpid()
+        assert os.fsencode(name_of(process.pid)) == b"a\xff) b"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_what_waits_for_the_ranks_of_this_launch() -> None:

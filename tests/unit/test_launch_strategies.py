@@ -14,7 +14,7 @@ from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.launch_command import Site
 from hvdtrain.launch.launchers import one_process, parameter_servers
-from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
+from hvdtrain.launch.launchers.one_process import check_here
 from hvdtrain.launch.launchers.parameter_servers import ServerPlan, number_of_workers, roomy
 from hvdtrain.launch.rank_program import Program
 from hvdtrain.launch.running.process_names import ALONE
@@ -26,13 +26,13 @@ WORKER = [sys.executable, "-P", "-m", "hvdtrain.worker", "train.py", "--epochs",
 
 def test_one_process() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "HOROVOD_RANK": "1", "HOME": "/"}
-    tpu = one_process.prepare(OneProcessPlan("tpu", PROGRAM, ENV), Site({}))
+    tpu = one_process.prepare("tpu", PROGRAM, ENV, Site({}))
     assert (tpu.argv, tpu.process_names) == (WORKER, ALONE)
     assert tpu.typed == [
         *("env", "HVDTRAIN_STRATEGY=tpu", "A=b c"),
         *WORKER,
     ]
-    central = one_process.prepare(OneProcessPlan("central-storage", PROGRAM, ENV, 4), Site(environ))
+    central = one_process.prepare("central-storage", PROGRAM, ENV, Site(environ), 4)
     assert central.environment(environ) == {
         **{"HVDTRAIN_STRATEGY": "central-storage", "HVDTRAIN_REPLICAS": "4", "A": "b c"},
         "HOME": "/",

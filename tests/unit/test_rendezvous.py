@@ -99,6 +99,7 @@ class ElasticDriver(Driver):
     def __init__(self) -> None:
         super().__init__()
         self.saved: list[str] = []
+        self.has_checkpoint = False
         self.ready: list[tuple[str, int]] = []
 
     def arrive(self, host: str, slot: int) -> SlotInfo:
@@ -133,6 +134,9 @@ def test_workers_of_ours_ask_for_their_place_before_horovod_does() -> None:
     assert driver.ready == [("a", 1)]
     assert ask(port, "PUT", "/hvdtrain_saved/disk", b"")[0] == 200
     assert driver.saved == ["disk"]
+    assert ask(port, "GET", "/hvdtrain_saved/disk") == (200, b"")
+    driver.has_checkpoint = True
+    assert ask(port, "GET", "/hvdtrain_saved/disk") == (200, b"disk")
     server.stop()
 
 

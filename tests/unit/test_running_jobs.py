@@ -112,6 +112,44 @@ def test_jobs_of_other_users_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> 
     assert [job.name for job in running_jobs._slurm_jobs()] == ["7"]
 
 
+def test_a_requeued_job_and_the_tasks_of_an_array_have_their_own_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Slurm requeues a job under the same ID, by itself as well if its node fails."""
+    began = time.time() - 100
+    runs = {"1": ("7", -900.0), "2": ("8", 1.0), "3": ("9", 1.0)}
+    for name, (number, after) in runs.items():
+        folder = tmp_path / running_jobs.LOGS / name
+        folder.mkdir(parents=True)
+        RunStatus(name, "train.py", slurm_job=number, started=began + after).write(folder)
+    job = (
+        f"UserId=me({os.getuid()}) JobState={{}} Restarts=1 Command=/w/.hvdtrain/jobs/t.sh "
+        f"WorkDir={tmp_path} StdOut=/w/out StartTime={{}}"
+    )
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(began))
+    lines = [
+        f"JobId=7 {job.format('RUNNING', start)}",
+        f"JobId=7 {job.format('PENDING', 'Unknown')}",
+        *(
+            f"JobId={number} ArrayJobId=9 ArrayTaskId={task} {job.format('RUNNING', start)}"
+            for number, task in ((8, 0), (9, 1))
+        ),
+    ]
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    answer = SimpleNamespace(answer="\n".join(lines))
+    monkeypatch.setattr(running_jobs, "ask", lambda command: answer)
+    found = [
+        (job.name, job.state, job.status and job.status.run, job.log_dir and job.log_dir.name)
+        for job in running_jobs._slurm_jobs()
+    ]
+    assert found == [
+        ("7", "running", None, None),
+        ("7", "pending", None, "1"),
+        ("9_0", "running", "2", "2"),
+        ("9_1", "running", "3", "3"),
+    ]
+
+
 def test_logs_of_a_container_and_of_a_batch_job_are_followed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,7 +123,7 @@ def test_values_are_one_word_to_sbatch(name: str) -> None:
         ({"directives": ("--signal=TERM@9",)}, "own option for this: use --warning"),
         ({"directives": ("--requeue",)}, "own option for this: use --requeue"),
         ({"directives": ("--outpu=x",)}, "own option for this: use --output"),
-        ({"directives": ("--no-req",)}, "own option for this: use --requeue, or nothing"),
+        ({"directives": ("--no-req",), "requeue": True}, "--sbatch '--no-req': --requeue says the opposite"),
         ({"directives": ("--comment=a --output=x",)}, "own option for this: use --output"),
         ({"directives": ("-t60",)}, "own option for this: use --time"),
         ({"directives": ("--ntasks-per-node 4",)}, "own option for this: use --tasks-per-node"),
@@ -148,9 +148,16 @@ def test_each_gpu_has_a_task_with_cores_of_its_own() -> None:
 
 
 def test_directives_that_begin_as_options_of_our_own() -> None:
-    wanted = ("--gpus=4", "--ntasks=8", "--nodelist=a", "--time-min=5", "--mem-bind=local")
+    wanted = (
+        "--gpus=4",
+        "--ntasks=8",
+        "--nodelist=a",
+        "--time-min=5",
+        "--mem-bind=local",
+        "--no-requeue",
+    )
     lines = batch_script(request_of(directives=wanted)).splitlines()
-    assert [f"#SBATCH {one}" for one in wanted] == lines[4:9], lines
+    assert [f"#SBATCH {one}" for one in wanted] == lines[4:10], lines
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ ANSWERS = {
     "/hvdtrain_next_place/a:1": "2,5,1,3,0,2",
     "/hvdtrain_next_place/a:2": "-1,-1,-1,-1,-1,-1",
     "/rank_and_size/a:3": "0,1,3,1,0,1",
+    "/hvdtrain_saved/disk": "disk",
 }
 
 
@@ -127,6 +128,23 @@ def test_only_the_first_fit_of_a_restarted_script_must_find_a_checkpoint() -> No
     ]
     assert environ == {"HVDTRAIN_STARTED_AGAIN": "7 1"}
     assert resume_after_restart({}, "never") == "never"
+
+
+def test_a_worker_that_has_joined_goes_on_though_no_other_is_left(
+    rendezvous: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the job has saved before the first fit of a process is not of that process."""
+    joined = dict(rendezvous)
+    assert [resume_after_restart(joined, resume) for resume in ("never", "auto", "never")] == [
+        "must",
+        "auto",
+        "auto",
+    ]
+    from_the_beginning = dict(rendezvous)
+    monkeypatch.delitem(ANSWERS, "/hvdtrain_saved/disk")
+    assert resume_after_restart(from_the_beginning, "never") == "never"
+    monkeypatch.undo()
+    assert resume_after_restart(from_the_beginning, "never") == "never", "its own first fit saved"
 
 
 def test_outside_of_elastic_jobs_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:

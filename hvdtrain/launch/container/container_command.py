@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.env_forwarding import into_container, is_name
+from hvdtrain.launch.env_forwarding import into_container, is_name, require_values
 from hvdtrain.launch.plan_validation import check_image
 
 EngineName = Literal["docker", "podman"]
@@ -240,8 +240,7 @@ def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str,
     asked = tuple(asked)
     for name in asked:
         check_name(name)
-        if name not in environ:
-            raise UsageError(f"--env {name}: not set in this environment; set it first")
+    require_values(asked, environ)
     return into_container(environ, asked)
 
 

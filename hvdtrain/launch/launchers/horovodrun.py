@@ -20,6 +20,7 @@ from hvdtrain.launch.option_types import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import mpi_words
 from hvdtrain.launch.rank_program import rank_command
+from hvdtrain.launch.running.time_limits import START_SECONDS
 
 STAND_IN = (sys.executable, "-P", "-m", "hvdtrain.start.run_horovod")
 """argv of what takes the place of horovodrun."""
@@ -32,7 +33,6 @@ _SHOWS = (
     "every user of the hosts can read; hvdtrain run does not"
 )
 
-_HOROVODS_START_TIMEOUT = 30
 _SECONDS_FOR_A_FURTHER_HOST = 2
 COOLDOWN = (10, 300)
 """Blacklist cooldown in seconds. Horovod's default is never to reuse a host that failed."""
@@ -96,7 +96,7 @@ def start_timeout(wanted: int | None, hosts: int) -> int | None:
     """
     if wanted is not None or hosts < 2:
         return wanted
-    return _HOROVODS_START_TIMEOUT + _SECONDS_FOR_A_FURTHER_HOST * (hosts - 1)
+    return START_SECONDS + _SECONDS_FOR_A_FURTHER_HOST * (hosts - 1)
 
 
 def _words(plan: LaunchPlan, option: Option) -> list[str]:

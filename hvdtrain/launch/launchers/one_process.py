@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.devices import tpu_here, visible_gpus
@@ -15,32 +14,24 @@ from hvdtrain.rank_variables import is_rank_variable
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY, TPU, replicas_of
 
 
-@dataclass(frozen=True)
-class OneProcessPlan:
-    """Settings of a launch with one process.
+def prepare(
+    strategy: str,
+    program: Program,
+    variables: Sequence[EnvVar],
+    site: Site,
+    replicas: int | None = None,
+) -> LaunchCommand:
+    """Prepare `env NAME=VALUE... python -m hvdtrain.worker SCRIPT`, unsetting variables that would make it a rank.
 
-    Attributes:
-        strategy: `tpu` or `central-storage`.
-        program: Program to run.
-        env: Variables for the process. A secret has no value here, only in the environment.
-        replicas: Number of replicas. None uses one per device.
+    A variable that is secret has no value here, only in the environment. Without `replicas`, there is one per device.
     """
-
-    strategy: str
-    program: Program
-    env: tuple[EnvVar, ...] = ()
-    replicas: int | None = None
-
-
-def prepare(plan: OneProcessPlan, site: Site) -> LaunchCommand:
-    """Prepare `env NAME=VALUE... python -m hvdtrain.worker SCRIPT`, unsetting variables that would make it a rank."""
     settings = {
         **dict.fromkeys(sorted(filter(is_rank_variable, site.environ))),
-        STRATEGY: plan.strategy,
-        **({} if plan.replicas is None else {REPLICAS: str(plan.replicas)}),
-        **values_of(plan.env),
+        STRATEGY: strategy,
+        **({} if replicas is None else {REPLICAS: str(replicas)}),
+        **values_of(variables),
     }
-    return LaunchCommand(tuple(rank_command(plan.program)), settings, process_names=ALONE)
+    return LaunchCommand(tuple(rank_command(program)), settings, process_names=ALONE)
 
 
 def check_here(strategy: str, replicas: int | None, environ: Mapping[str, str]) -> None:

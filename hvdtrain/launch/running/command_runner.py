@@ -14,22 +14,20 @@ from types import FrameType
 from typing import Any, Protocol
 
 from hvdtrain.environment import CONTROL_PIPE, GRACE_SECONDS, LAUNCH_ID, STATUS_PIPE
-from hvdtrain.launch.running.line_splitter import Lines
-from hvdtrain.launch.running.output_parser import Stream
+from hvdtrain.launch.running.line_splitter import LONGEST_NEWS, Lines
+from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.processes import (
     Pipes,
     end_launch,
     signal_launch,
     start,
-    state_of,
 )
 from hvdtrain.launch.running.stdin import InputRelay
 from hvdtrain.launch.running.time_limits import FAILURE_SECONDS, FORWARDING_SECONDS, TERM_SECONDS
 from hvdtrain.signals import ending_signals
+from hvdtrain.worker.proc_files import state_of
 
 TICK_SECONDS = 0.1
-LONGEST_NEWS = 1 << 20
-"""Maximum length of a news line in bytes. One line lists the nodes of all tasks."""
 STACKS_SECONDS = 2.0
 """Time for the ranks' stack traces to arrive before a hung run is ended."""
 
@@ -52,26 +50,14 @@ class Ending:
 class Run(Protocol):
     """Callbacks of `run_process`: events of the run, and queries about it."""
 
-    def take_output(self, stream: Stream, data: bytes) -> None:
-        """Handle output of the command."""
+    def tick(self) -> None:
+        """Called several times a second."""
 
     def take_news(self, line: bytes) -> None:
         """Handle a line that the command wrote to the pipe whose descriptor is in HVDTRAIN_NEWS."""
 
-    def idle(self) -> None:
-        """Handle a tick in which the command wrote nothing."""
-
-    def finish(self) -> None:
-        """Handle the end of the command's output."""
-
-    def is_behind(self) -> bool:
-        """Return whether output is waiting to be shown. If so, no more is read, to bound memory."""
-
-    def catch_up(self, seconds: float) -> None:
-        """Show waiting output, for up to `seconds`."""
-
     def stopping(self, received: signal.Signals) -> None:
-        """Handle the first SIGINT, SIGTERM or SIGHUP. A second one kills the run at once."""
+        """Handle the first SIGINT, SIGTERM or SIGHUP. A second one ends the run at once."""
 
     def warning(self) -> None:
         """Handle SIGUSR1; the run continues."""
@@ -80,22 +66,16 @@ class Run(Protocol):
         """Return whether a rank reported a failure, so that the job has to end."""
 
     def is_hung(self, command: int) -> bool:
-        """Return whether the job hangs. If so, its ranks print their stacks and it is ended.
-
-        Args:
-            command: Process ID of the command.
-        """
+        """Return whether the job of this process ID hangs. If so, its ranks print their stacks and it is ended."""
 
     def take_orders(self) -> bytes:
         """Return lines for the command's pipe in HVDTRAIN_ORDERS. Called after `is_hung`."""
-
-    def is_unread(self) -> bool:
-        """Return whether the output no longer has a reader, which ends the run like SIGTERM."""
 
 
 def run_process(
     argv: Sequence[str],
     run: Run,
+    output: Output,
     *,
     environment: Mapping[str, str],
     launch_id: str,
@@ -103,12 +83,8 @@ def run_process(
 ) -> Ending:
     """Run `argv` until it ends or a signal ends it, leaving no processes behind.
 
-    Args:
-        argv: Command to run.
-        run: Callbacks.
-        environment: Complete environment of the command.
-        launch_id: Unique ID of this launch.
-        grace: Seconds for scripts that handle the user's signal.
+    Scripts that handle the user's signal have `grace` seconds. Once `output` has no reader any more, the run is ended
+    as by SIGTERM.
 
     Raises:
         CannotStart: The command cannot be started.
@@ -141,17 +117,17 @@ def run_process(
             try:
                 pipes.add_output(process, "stdout", "stderr")
                 pipes.add("news", news)
-                watch = _Watch(process, launch_id, came, run, grace, orders)
-                _read(pipes, watch, run)
+                watch = _Watch(process, launch_id, came, run, output, grace, orders)
+                _read(pipes, watch)
             finally:
                 signal_launch(launch_id, signal.SIGKILL)
         received = came.ending[0] if came.ending else None
         return Ending(process.wait(), received, watch.has_ended_it)
 
 
-def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
+def _read(pipes: Pipes, watch: _Watch) -> None:
     """Pass on the command's output until it has ended and all is shown. A signal then ends the wait for a reader."""
-    news = Lines(longest=LONGEST_NEWS)
+    news, run, output = Lines(longest=LONGEST_NEWS), watch.run, watch.output
 
     def take(came: Iterable[tuple[Any, bytes]]) -> bool:
         """Return whether any of it was output."""
@@ -161,20 +137,23 @@ def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
                 for line in news.lines(data):
                     run.take_news(line)
             elif data:
-                run.take_output(name, data)
+                output.feed(name, data)
                 any_output = True
         return any_output
 
     while not watch.is_over():
-        if run.is_behind():
-            run.catch_up(TICK_SECONDS)
+        run.tick()
+        # No more is read than is shown, to bound memory.
+        if output.is_behind:
+            output.catch_up(TICK_SECONDS)
         elif not take(pipes.read(TICK_SECONDS)):
-            run.idle()
+            output.settle()
     take(pipes.rest("stdout", "stderr"))
-    run.finish()
+    output.finish()
     heard = len(watch.came.ending)
-    while run.is_behind() and len(watch.came.ending) == heard:
-        run.catch_up(TICK_SECONDS)
+    while output.is_behind and len(watch.came.ending) == heard:
+        run.tick()
+        output.catch_up(TICK_SECONDS)
 
 
 @dataclass
@@ -185,10 +164,12 @@ class _Watch:
     launch_id: str
     came: _Signals
     run: Run
+    output: Output
     grace: float
     orders: FileIO
     _warnings_passed_on: int = 0
     _asked_at: float | None = None
+    _repeated_at: float | None = None
     _failed_at: float | None = None
     _hung_at: float | None = None
     _terminated_at: float | None = None
@@ -204,7 +185,12 @@ class _Watch:
         elif now - self._terminated_at > TERM_SECONDS:
             signal_launch(self.launch_id, signal.SIGKILL)
         if len(self.came.ending) > 1:
-            signal_launch(self.launch_id, signal.SIGKILL)
+            # The command hears of it too: only srun itself can end its tasks on other nodes.
+            if self._repeated_at is None:
+                self._repeated_at = now
+                self._send(self.came.ending[1])
+            elif now - self._repeated_at > FORWARDING_SECONDS:
+                signal_launch(self.launch_id, signal.SIGKILL)
         return self.process.poll() is not None
 
     @property
@@ -215,7 +201,7 @@ class _Watch:
     def _must_end(self, now: float) -> bool:
         """Return whether the run has used up its time to end by itself."""
         received = self.came.ending
-        if not received and self.run.is_unread():
+        if not received and self.output.unread:
             received.append(signal.SIGTERM)
         if received and self._asked_at is None:
             self._asked_at = now
@@ -285,12 +271,7 @@ def _guarded(launch_id: str) -> Iterator[None]:
 
 @dataclass
 class _Signals:
-    """Signals that this process received.
-
-    Attributes:
-        ending: Signals that end the run.
-        warnings: SIGUSR1, once for each time it was received.
-    """
+    """Signals that this process received."""
 
     ending: list[signal.Signals] = field(default_factory=list)
     warnings: list[signal.Signals] = field(default_factory=list)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 LONGEST = 16 * 1024
 """Bytes held back while waiting for the end of a line. A longer line is split into parts of this size."""
+LONGEST_NEWS = 1 << 20
+"""The same for JSON: a line lists the nodes of all tasks, or holds 64 kB of output, six times as long there."""
 
 
 class Block(NamedTuple):

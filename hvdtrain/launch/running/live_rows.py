@@ -17,11 +17,7 @@ REDRAW_SECONDS = 0.05
 
 @dataclass
 class LiveRows:
-    """Returns the bytes that draw or erase the view, in the terminal's encoding.
-
-    Attributes:
-        terminal: Stream to the terminal.
-    """
+    """Returns the bytes that draw or erase the view, in the terminal's encoding."""
 
     terminal: TextIO
     _reader: RunReader = field(default_factory=RunReader)

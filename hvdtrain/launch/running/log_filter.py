@@ -113,12 +113,8 @@ class Echoes:
     def without_echoes(self, rank: int, lines: list[bytes], texts: list[bytes]) -> list[bytes]:
         """Return the lines of `rank` that are not echoes of another rank's.
 
-        A rank's k-th copy of a text is an echo if k copies have been shown. Empty lines go with the line before.
-
-        Args:
-            rank: Rank that printed the lines.
-            lines: Lines to filter.
-            texts: Text to compare for each line, without time stamp.
+        `texts` are the lines without time stamps. A rank's k-th copy of a text is an echo if k copies have been shown.
+        Empty lines go with the line before.
         """
         said, shown = self._said[rank], self._shown
         hashes = list(map(hash, texts))

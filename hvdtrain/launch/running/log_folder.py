@@ -36,10 +36,7 @@ _CHOOSE = "choose another with --log-dir"
 
 
 def make_log_dir(wanted: Path | None) -> Path:
-    """Create the folder for a run's files.
-
-    Args:
-        wanted: Folder to use, or None for a new one.
+    """Create the folder for a run's files; a new one if none is wanted.
 
     Raises:
         UsageError: The folder cannot be created or written to, or another run uses it.

@@ -14,8 +14,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvdtrain.environment import LAUNCH_ID
@@ -23,6 +21,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.running.time_limits import TERM_SECONDS
 from hvdtrain.signals import at_parents_end
 from hvdtrain.worker.heartbeat import has_page_of
+from hvdtrain.worker.proc_files import all_processes, folder_of
 
 DRAIN_SECONDS = 1.0
 """Time to wait for more output after a process has ended, as others may still hold its pipes."""
@@ -133,66 +132,20 @@ class Pipes:
             key.fileobj.close()  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class ProcessState:
-    """State of a process in /proc.
-
-    Attributes:
-        parent: Process ID of the parent.
-        caught: Signals for which the process has handlers.
-        stopped: Whether a signal has stopped the process.
-    """
-
-    parent: int
-    caught: frozenset[int]
-    stopped: bool = False
-
-
-def parse_status(text: str) -> ProcessState:
-    """Parse the text of /proc/PID/status."""
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    bits = int(fields["SigCgt"], 16)
-    return ProcessState(
-        int(fields["PPid"]),
-        frozenset(number for number in range(1, 65) if bits >> (number - 1) & 1),
-        fields["State"].split()[0] == "T",
-    )
-
-
-def state_of(pid: int) -> ProcessState:
-    """Read the state of a process. Raises OSError if it has ended."""
-    return parse_status((Path("/proc") / str(pid) / "status").read_text())
-
-
 def processes_of(launch_id: str) -> list[int]:
     """Return the IDs of all processes of the launch on this host, even if a rank has overwritten its environment."""
     mark = f"{LAUNCH_ID}={launch_id}".encode()
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
+    for pid in all_processes():
         # Other users' processes cannot be read, and processes end during the scan.
         with contextlib.suppress(OSError):
-            environ = (entry / "environ").read_bytes()
+            environ = (folder_of(pid) / "environ").read_bytes()
             if mark in environ.split(b"\0") or (
                 # Without PATH, the environment may be overwritten; kernel threads have none at all.
-                environ and b"PATH=" not in environ and has_page_of(int(entry.name), launch_id)
+                environ and b"PATH=" not in environ and has_page_of(pid, launch_id)
             ):
-                found.append(int(entry.name))
+                found.append(pid)
     return found
-
-
-def environment_of(pid: int) -> dict[str, str]:
-    """Return the initial environment of a process. Raises OSError if it has ended or belongs to another user."""
-    entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
-    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
-    return {name: value for name, _, value in pairs}
-
-
-def name_of(pid: int) -> str:
-    """Return the name of a process (comm). Empty if it has ended."""
-    try:
-        return (Path("/proc") / str(pid) / "comm").read_text().rstrip("\n")
-    except OSError:
-        return ""
 
 
 def signal_launch(launch_id: str, how: signal.Signals) -> bool:

@@ -12,20 +12,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.environment import LAUNCH_ID
-from hvdtrain.launch.running.processes import (
-    ProcessState,
-    environment_of,
-    name_of,
-    processes_of,
-    state_of,
-)
+from hvdtrain.launch.running.processes import processes_of
 from hvdtrain.rank_variables import is_elastic, is_rank, local_size_of, rank_of, size_of, slot_of
 from hvdtrain.worker.heartbeat import Heartbeat, Page, has_page_of, page_of
 from hvdtrain.worker.output_frames import HELPER
+from hvdtrain.worker.proc_files import (
+    ProcessState,
+    all_processes,
+    environment_of,
+    folder_of,
+    name_of,
+    stat_of,
+    state_of,
+)
 
 State = Literal["running", "stopped", "uninterruptible", "traced", "gone"]
 _STATES: dict[str, State] = {
@@ -56,12 +58,7 @@ def topmost(parents: Mapping[int, int]) -> set[int]:
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank, or a process that a rank has started.
-
-    Attributes:
-        environ: Initial environment of the process.
-        state: State of the process in /proc.
-    """
+    """A rank, or a process that a rank has started."""
 
     environ: Mapping[str, str]
     state: ProcessState
@@ -102,10 +99,10 @@ def rank_shells_of(launch_id: str) -> set[int]:
 def _saying(pattern: bytes) -> set[int]:
     """Return the IDs of the processes whose command line matches `pattern`."""
     found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
+    for pid in all_processes():
         with suppress(OSError):
-            if re.search(pattern, (entry / "cmdline").read_bytes()):
-                found.add(int(entry.name))
+            if re.search(pattern, (folder_of(pid) / "cmdline").read_bytes()):
+                found.add(pid)
     return found
 
 
@@ -156,12 +153,7 @@ def as_json(statuses: Iterable[RankStatus]) -> list[dict[str, Any]]:
 
 
 def from_json(statuses: Iterable[dict[str, Any]], host: str | None = None) -> list[RankStatus]:
-    """Convert the result of `as_json` back. Raises TypeError for invalid fields.
-
-    Args:
-        statuses: One dictionary per rank.
-        host: Host to set for all ranks. None keeps their own.
-    """
+    """Convert the result of `as_json` back, for ranks of `host` if it is given. Raises TypeError for invalid fields."""
     found = [_status(**fields) for fields in statuses]
     return found if host is None else [replace(one, host=host) for one in found]
 
@@ -314,8 +306,7 @@ class RankMonitor:
 def _fields_of(pid: int) -> tuple[str, str, str, int]:
     """Return the state, start time, stack bottom and clock ticks of CPU time from /proc/PID/stat.
 
-    The program's name there may contain anything. The stack address is randomized, so it changes after execve.
+    The stack address is randomized, so it changes after execve.
     """
-    fields = (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2]
-    state, *rest = fields.split()
+    state, *rest = stat_of(pid)
     return state, rest[18], rest[24], int(rest[10]) + int(rest[11])

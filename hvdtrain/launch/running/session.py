@@ -32,10 +32,9 @@ from hvdtrain.launch.running.live_rows import LiveRows
 from hvdtrain.launch.running.log_folder import make_log_dir
 from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.output import Output
-from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.output_writers import bytes_of
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames, ranks_in_words
-from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, from_json
+from hvdtrain.launch.running.rank_monitor import RankMonitor, from_json
 from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import Limits, Verdict, Watchdog
@@ -200,7 +199,7 @@ def _run_once(
     with output:
         run.write_status()
         ending = run_process(
-            argv, run, environment=environment, launch_id=launch_id, grace=patience.grace
+            argv, run, output, environment=environment, launch_id=launch_id, grace=patience.grace
         )
         run.write_status()
         outcome = outcome_of(
@@ -243,14 +242,15 @@ class _ShownRun:
     written: float = float("-inf")
     orders: bytes = b""
 
-    def take_output(self, stream: Stream, data: bytes) -> None:
-        self.output.feed(stream, data)
-        self._write_by_clock()
+    def tick(self) -> None:
+        # By the age of the status others see whether this run lasts, also one without any news.
+        if time.monotonic() - self.written >= WRITE_SECONDS:
+            self.write_status()
 
     def take_news(self, line: bytes) -> None:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             news = json.loads(line)
-            self._hear(from_json(news.get("ranks", [])))
+            self.watchdog.hear(from_json(news.get("ranks", [])))
             if "host" in news:
                 self.watchdog.hear_host(news["host"])
                 self.stopped.hear(news["host"], news["stopped"])
@@ -264,34 +264,11 @@ class _ShownRun:
             if "left" in news:
                 self.output.say(f"\nended processes that the script left running: {news['left']}")
 
-    def _hear(self, statuses: list[RankStatus]) -> None:
-        self.watchdog.hear(statuses)
-        self._write_by_clock()
-
-    def _write_by_clock(self) -> None:
-        """Write the status if that is due: by its age others see whether this run lasts, also one without any news."""
-        if time.monotonic() - self.written >= WRITE_SECONDS:
-            self.write_status()
-
     def write_status(self) -> None:
         """Write the status file for `hvdtrain ps`."""
         self.written = time.monotonic()
         self.status = self.status.with_ranks(list(self.watchdog.statuses.values()))
         self.status.write(self.output.log_dir)
-
-    def idle(self) -> None:
-        self.output.settle()
-        self._write_by_clock()
-
-    def finish(self) -> None:
-        self.output.finish()
-
-    def is_behind(self) -> bool:
-        return self.output.is_behind
-
-    def catch_up(self, seconds: float) -> None:
-        self.output.catch_up(seconds)
-        self._write_by_clock()
 
     def stopping(self, received: signal.Signals) -> None:
         self.output.hurry()
@@ -306,7 +283,7 @@ class _ShownRun:
     def is_hung(self, command: int) -> bool:
         if self.monitor is not None and time.monotonic() - self.looked >= LOOK_SECONDS:
             self.looked = time.monotonic()
-            self._hear(self.monitor.look())
+            self.watchdog.hear(self.monitor.look())
         if self.output.is_behind:
             return False  # The ranks may be blocked by a slow reader, like this run.
         if self.hung:
@@ -324,20 +301,14 @@ class _ShownRun:
     def _end_ranks(self, verdict: Verdict) -> None:
         """End the ranks that the others wait for; the launcher of an elastic job restarts them."""
         self.watchdog.dismiss(verdict.culprits)
-        self.output.say(f"\n{verdict.text}\nended, to be restarted: {_names(verdict.culprits)}")
+        names = ranks_in_words([one.rank for one in verdict.culprits])
+        self.output.say(f"\n{verdict.text}\nended, to be restarted: {names}")
         for one in verdict.culprits:
             self.orders += json.dumps({"end": one.pid, "host": one.host}).encode() + b"\n"
 
     def take_orders(self) -> bytes:
         orders, self.orders = self.orders, b""
         return orders
-
-    def is_unread(self) -> bool:
-        return self.output.unread
-
-
-def _names(ranks: Sequence[RankStatus]) -> str:
-    return ranks_in_words([one.rank for one in ranks])
 
 
 def _terminals() -> tuple[int, ...]:

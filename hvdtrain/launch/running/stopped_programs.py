@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.launch.running.processes import environment_of
 from hvdtrain.rank_variables import is_rank
 from hvdtrain.tf_config import TF_CONFIG
+from hvdtrain.worker.proc_files import command_of, environment_of, folder_of, stat_of
 
 LOOK_SECONDS = 2.0
 PAUSE_SECONDS = 5.0
@@ -53,11 +53,7 @@ class StoppedPrograms:
     _elsewhere: dict[str, list[StoppedProgram]] = field(default_factory=dict)
 
     def look(self, programs: Iterable[int]) -> list[StoppedProgram]:
-        """Return the stopped programs on all hosts. Call regularly.
-
-        Args:
-            programs: Process IDs of the programs to watch on this host.
-        """
+        """Return the stopped programs on all hosts; on this one, those of these process IDs. Call regularly."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             if now - self._looked > PAUSE_SECONDS:
@@ -80,8 +76,8 @@ class StoppedPrograms:
 def _name(pid: int) -> str:
     """Return the name of a program's file, or of the module that Python runs. Empty if it has ended."""
     with suppress(OSError):
-        words = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace").split("\0")
-        name = Path(words[0]).name
+        words = command_of(pid)
+        name = Path(words[0]).name if words else ""
         if name.startswith("python") and "-m" in words[:-1]:
             return words[words.index("-m") + 1]
         return name
@@ -94,9 +90,8 @@ def _stopped(pid: int) -> Iterator[int]:
         environ = environment_of(pid)
         if is_rank(environ) or TF_CONFIG in environ:
             return
-        process = Path("/proc") / str(pid)
-        if (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T":
+        if stat_of(pid)[0] == "T":
             yield pid
-        for thread in (process / "task").iterdir():
+        for thread in (folder_of(pid) / "task").iterdir():
             for child in (thread / "children").read_text().split():
                 yield from _stopped(int(child))

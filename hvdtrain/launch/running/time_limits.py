@@ -16,6 +16,9 @@ Scripts that handle the signal get --grace-seconds more. Each limit exceeds thos
 
 from __future__ import annotations
 
+START_SECONDS = 30
+"""Horovod's default for --start-timeout: time for the hosts to answer."""
+
 SLACK_SECONDS = 1.5
 """Allowance for delivering a signal over ssh on a busy machine."""
 

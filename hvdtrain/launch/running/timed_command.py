@@ -22,6 +22,7 @@ from hvdtrain.launch.running.processes import (
 )
 from hvdtrain.launch.running.time_limits import COMMAND_SECONDS
 from hvdtrain.signals import leaving_on_signals
+from hvdtrain.worker.proc_files import command_of
 
 _TICK_SECONDS = 0.1
 ANSWER_SECONDS = 20.0
@@ -89,14 +90,7 @@ def run(
     """Run `argv` for at most `limit` seconds. Returns None if there is no such program.
 
     Launchers start processes in sessions of their own, so everything that the command starts is found, and ended, by a
-    mark in its environment.
-
-    Args:
-        argv: Program and its arguments.
-        limit: Time limit in seconds.
-        environ: Complete environment of the program.
-        stdin: What it reads.
-        mark: The mark, for `signal_launch`; default: one of its own.
+    mark in its environment (for `signal_launch`; default: one of its own).
     """
     mark = mark or new_mark()
     return _run(
@@ -221,10 +215,6 @@ def _children() -> list[int]:
 def _is_command(pid: int) -> bool:
     """Return whether a child leads a session, or is a copy of this process that may be about to."""
     try:
-        return os.getsid(pid) == pid or _command_line(pid) == _command_line(os.getpid())
+        return os.getsid(pid) == pid or command_of(pid) == command_of(os.getpid())
     except OSError:
         return False
-
-
-def _command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()

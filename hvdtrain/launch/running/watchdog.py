@@ -55,15 +55,15 @@ class Limits:
     apart: float = math.inf
     elastic: bool = False
 
+    def longer_by(self, seconds: float) -> Limits:
+        """Return the limits for ranks of which one has announced that it takes so long; `still` remains."""
+        names = ("waiting", "busy", "hang", "apart")
+        return replace(self, **{name: getattr(self, name) + seconds for name in names})
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run cannot continue; falsy while it can.
-
-    Attributes:
-        text: Reason, and what each rank is doing.
-        culprits: Ranks that the others wait for, if known.
-    """
+    """Why a run cannot continue; falsy while it can."""
 
     text: str = ""
     culprits: tuple[RankStatus, ...] = ()
@@ -173,11 +173,7 @@ class Watchdog:
             self._resumed = time.monotonic()
 
     def verdict(self, programs: Iterable[StoppedProgram] = ()) -> Verdict:
-        """Return why the run cannot continue, if so.
-
-        Args:
-            programs: Stopped programs between the launcher and its ranks.
-        """
+        """Return why the run cannot continue, if so."""
         now = time.monotonic()
         if now - self._asked > PAUSE_SECONDS:
             self._resumed = now
@@ -276,24 +272,18 @@ def _away(ranks: Sequence[RankStatus], ways: Sequence[_Way]) -> str:
 
 
 def verdict(ranks: Sequence[RankStatus], limits: Limits) -> Verdict:
-    """Return why a run with these ranks cannot continue, and what each rank is doing.
-
-    Args:
-        ranks: State of all ranks.
-        limits: Time limits, extended by the longest phase that a rank has announced.
-    """
+    """Return why a run with these ranks cannot continue, and what each rank is doing."""
     there = [one for one in ranks if one.state != "gone"]
     patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
+    limits = limits.longer_by(patience)
     for held_up in (_stopped, _lost, _left, _awaited, _apart, _idle, _over):
-        if found := held_up(ranks, there, limits, patience):
+        if found := held_up(ranks, there, limits):
             several = len(ranks) > 1
             return replace(found, text=f"{found.text}\n{picture(ranks)}") if several else found
     return Verdict()
 
 
-def _stopped(
-    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> Verdict:
+def _stopped(ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits) -> Verdict:
     return _frozen([one for one in there if one.held >= limits.still])
 
 
@@ -306,9 +296,7 @@ def _frozen(ranks: Sequence[RankStatus]) -> Verdict:
     )
 
 
-def _lost(
-    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> Verdict:
+def _lost(ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits) -> Verdict:
     found = [
         one
         for one in ranks
@@ -324,9 +312,7 @@ def _lost(
     )
 
 
-def _left(
-    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> Verdict:
+def _left(ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits) -> Verdict:
     # In waits other than init, Horovod itself detects the end of a rank.
     waiting = any(_meeting(one) == INIT and one.idle >= limits.still for one in there)
     ended = [one for one in ranks if one.has_ended]
@@ -337,19 +323,16 @@ def _left(
     )
 
 
-def _awaited(
-    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> Verdict:
+def _awaited(ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits) -> Verdict:
     # Collectives are left to Horovod's stall check; a rank may wait in join for good reason.
     late = [one for one in there if not (one.heartbeat and one.heartbeat.waiting)]
     late = [one for one in late if not one.has_ended]
     # Ranks that compute may be busy for long, for example with imports or reading data.
     stuck = all(
-        one.quiet >= limits.waiting + patience
-        or (one.phase in WITH_BEATS and one.idle >= limits.hang + patience)
+        one.quiet >= limits.waiting or (one.phase in WITH_BEATS and one.idle >= limits.hang)
         for one in late
     )
-    limit = (limits.waiting if stuck else limits.busy) + patience
+    limit = limits.waiting if stuck else limits.busy
     waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
     waiting = [one for one in waiting if one.idle >= limit]
     if late and any(_meeting(one) == INIT for one in waiting):
@@ -360,7 +343,7 @@ def _awaited(
         return _frozen(late) or _sentence(late, missing, "")
     if limits.elastic:
         # The ranks may be waiting until there are as many hosts as the job needs.
-        limit = limits.hang + patience
+        limit = limits.hang
         waiting = [one for one in waiting if one.idle >= limit]
     if waiting and len(waiting) == len(there):
         where = " and ".join(sorted({_meeting(one) for one in waiting}))
@@ -378,11 +361,9 @@ def _awaited(
     return Verdict()
 
 
-def _apart(
-    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> Verdict:
+def _apart(ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits) -> Verdict:
     """Find the ranks that are missing from a step or collective in which the others wait."""
-    limit = limits.apart + patience
+    limit = limits.apart
     late = [one for one in there if not (one.has_ended or _meets_others(one))]
     others = [one for one in there if _meets_others(one)]
     hang = all(
@@ -408,20 +389,14 @@ def _mismatch(ranks: Sequence[RankStatus], seconds: float) -> Verdict:
     )
 
 
-def _idle(
-    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> Verdict:
-    if not there or not all(
-        one.phase in WITH_BEATS and one.idle >= limits.hang + patience for one in there
-    ):
+def _idle(ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits) -> Verdict:
+    if not there or not all(one.phase in WITH_BEATS and one.idle >= limits.hang for one in there):
         return Verdict()
-    idle = f"no worker has made progress for {limits.hang + patience:g} s (--hang-timeout)"
+    idle = f"no worker has made progress for {limits.hang:g} s (--hang-timeout)"
     return _frozen(there) or Verdict(idle)
 
 
-def _over(
-    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> Verdict:
+def _over(ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits) -> Verdict:
     # Processes left running by the scripts may still compute.
     ended = all(
         (one.held if one.state == "gone" else one.quiet if one.has_ended else 0.0) >= limits.busy
@@ -462,19 +437,13 @@ def _meets_others(one: RankStatus) -> bool:
 
 def picture(ranks: Sequence[RankStatus]) -> str:
     """Describe where the ranks are and in which state, one line per group of ranks that do the same."""
-    return "\n".join(
-        f"  {ranks_in_words(numbers)}: {words}" for words, numbers in _grouped(ranks, _line).items()
-    )
+    found: dict[str, list[int]] = {}
+    for one in sorted(ranks, key=lambda status: status.rank):
+        found.setdefault(_line(one), []).append(one.rank)
+    return "\n".join(f"  {ranks_in_words(numbers)}: {words}" for words, numbers in found.items())
 
 
 def _line(one: RankStatus) -> str:
     state = "" if one.state == "running" else f", {one.state}"
     place = one.heartbeat.place if one.heartbeat else "a program other than Python"
     return f"in {place}{state}"
-
-
-def _grouped(ranks: Sequence[RankStatus], key: Callable[[RankStatus], str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for one in sorted(ranks, key=lambda status: status.rank):
-        found.setdefault(key(one), []).append(one.rank)
-    return found

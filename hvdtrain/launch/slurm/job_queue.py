@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class JobState:
         command: Batch script of the job.
         folder: Working folder of the job.
         started: Start time in seconds since the epoch; None before the start.
+        number: Value of SLURM_JOB_ID in the job; each task of an array has its own.
     """
 
     name: str
@@ -59,6 +61,7 @@ class JobState:
     command: str = ""
     folder: Path = Path()
     started: float | None = None
+    number: str = ""
 
     @property
     def result(self) -> int:
@@ -116,28 +119,28 @@ def read_states(text: str) -> list[JobState]:
                 output=Path(_value(line, "StdOut")),
                 command=_value(line, "Command"),
                 folder=Path(_value(line, "WorkDir")),
-                started=_time(fields.get("StartTime", "")),
+                started=start_time(fields.get("StartTime", "")),
+                number=fields["JobId"],
             )
         )
     return states
 
 
-def _time(text: str) -> float | None:
-    """Convert Slurm's 2026-01-31T12:00:00 (local time) to seconds since the epoch. None if Unknown or in the future."""
-    try:
-        when = time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
-    return when if when <= time.time() else None
+def start_time(text: str) -> float | None:
+    """Convert a time such as 2026-01-31T12:00:00 (local), or with an offset, to seconds since the epoch.
+
+    None if it is unknown, or in the future.
+    """
+    with contextlib.suppress(ValueError):
+        when = datetime.datetime.fromisoformat(text).timestamp()
+        return when if when <= time.time() else None
+    return None
 
 
 def follow_job(job_id: str, output: BinaryIO, say: Callable[[str], None]) -> int:
     """Wait until a job, or every task of an array, has ended, and return its exit code.
 
-    Args:
-        job_id: ID of the job.
-        output: Stream to which the output of a job without an array is copied as it comes.
-        say: Function called with a message for each change of state.
+    The output of a job without an array is copied to `output` as it comes, and each change of state is told to `say`.
 
     Raises:
         HvdtrainError: Slurm no longer responds.

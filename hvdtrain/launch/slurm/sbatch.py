@@ -52,8 +52,9 @@ _OWN_NAMES = {
     "--ntasks-per-node": "--tasks-per-node",
     "--signal": "--warning",
     "--requeue": "--requeue",
-    "--no-requeue": "--requeue, or nothing",
 }
+# Where a cluster requeues each job whose node has failed (JobRequeue=1), only this option prevents it.
+_WITHOUT_REQUEUE = "--no-requeue"
 # Options of sbatch whose names are prefixes of others.
 _WHOLE_NAMES = {"--gpus", "--ntasks"}
 
@@ -123,7 +124,7 @@ class JobRequest:
             if text is not None and not form.fullmatch(text):
                 raise UsageError(f"{name} {text!r}: expected {example}")
         for line in self.directives:
-            _check_directive(line, _options(self))
+            _check_directive(line, _options(self), self.requeue)
         if "/" in self.job_name:
             raise UsageError(
                 f"--job-name {self.job_name!r}: '/' would be a folder in the name of the job's output file: "
@@ -140,19 +141,21 @@ class JobRequest:
             )
 
 
-def _check_directive(line: str, options: Iterable[str]) -> None:
+def _check_directive(line: str, options: Iterable[str], requeue: bool) -> None:
     """Check that a line is an option of sbatch, and not one that hvdtrain sets. Raises UsageError if not."""
     match = _OPTION.match(line)
     if match is None:
         raise UsageError(
             f"--sbatch {line!r}: expected an option of sbatch, such as --sbatch=--constraint=a100"
         )
-    own = [*options, *_OWN_NAMES]
+    own = [*options, *_OWN_NAMES, *([_WITHOUT_REQUEUE] if requeue else [])]
     for word in line.split():
         match = _OPTION.match(word)
         name = _SHORT.get(match[0], match[0]) if match else ""
         # sbatch accepts abbreviated names.
         meant = [one for one in own if one == name] or [one for one in own if one.startswith(name)]
+        if name and meant == [_WITHOUT_REQUEUE]:
+            raise UsageError(f"--sbatch {line!r}: --requeue says the opposite: use only one")
         if name and meant and name not in _WHOLE_NAMES:
             raise UsageError(
                 f"--sbatch {line!r}: hvdtrain submit has its own option for this: use "

@@ -17,14 +17,10 @@ LONGEST = 40
 
 
 def task_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return the variables to add to the environment of a task.
+    """Return the variables to add to the environment of a task that may use this number of cores.
 
     Ranks have the numbers of Slurm's tasks. The cross rank and size count the nodes that have a rank
     with this local rank.
-
-    Args:
-        environ: Environment of the task.
-        cores: Number of cores in the task's affinity mask.
 
     Raises:
         HvdtrainError: This process is not a task of srun.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import os
 import shlex
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,17 +16,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.launch.host_report import HostReport, differences, late, report_of, ssh_problem
-from hvdtrain.launch.running.line_splitter import Lines
+from hvdtrain.launch.running.line_splitter import LONGEST_NEWS, Lines
 from hvdtrain.launch.running.processes import Pipes, start
 from hvdtrain.launch.running.time_limits import END_SECONDS
-from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where
+from hvdtrain.launch.ssh import ALIVE, BATCH, path_variables, unseen_keys, where
 from hvdtrain.start.parts.host_agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
 
 CONNECT_SECONDS = 10
 BEAT_SECONDS = SILENCE_SECONDS / 6
 _LONGEST_WORDS = 4096
-_LONGEST_NEWS = 1 << 20
-"""Maximum length of a line in bytes. Output comes in pieces of up to 64 kB, which JSON can make six times as long."""
 News = tuple[str, dict[str, Any]]
 
 
@@ -43,6 +44,17 @@ class SshSettings:
     port: int | None
     identity_file: str | None
     seconds: float
+
+
+def reach_by(options: argparse.Namespace, seconds: float) -> SshSettings:
+    """Return the settings in the options of a launcher, whose hosts have the Python that runs its command."""
+    return SshSettings(
+        python=options.command[0] if options.command else sys.executable,
+        path_variables=path_variables(os.environ),
+        port=options.ssh_port,
+        identity_file=options.ssh_identity_file,
+        seconds=seconds,
+    )
 
 
 def agent_argv(host: str, launch_id: str, reach: SshSettings) -> list[str]:
@@ -78,7 +90,7 @@ class Agents:
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
-        self._lines = {host: Lines(longest=_LONGEST_NEWS) for host in commands}
+        self._lines = {host: Lines(longest=LONGEST_NEWS) for host in commands}
         self._words = dict.fromkeys(commands, b"")
         self._pipes = Pipes()
         self._processes = {host: start(argv, environ) for host, argv in commands.items()}
@@ -201,12 +213,7 @@ def greet(
 ) -> Answers:
     """Greet every host and wait for all answers, for at most `reach.seconds` or until `give_up()` is true.
 
-    Args:
-        agents: Agents of the hosts.
-        greetings: Greeting for each host of `agents`.
-        own: Report of the launcher's own host, whose versions must match.
-        reach: How the hosts are reached.
-        give_up: Function polled while waiting.
+    The versions of a host must be those of the launcher's own.
     """
     for host, greeting in greetings.items():
         agents.order(host, **asdict(greeting))

@@ -23,8 +23,7 @@ from horovod.runner.elastic.registration import FAILURE, READY, SUCCESS, WorkerS
 from horovod.runner.elastic.worker import HostUpdateResult
 
 from hvdtrain.errors import EngineError
-from hvdtrain.start.parts.output_tags import CurrentRank
-from hvdtrain.start.parts.rendezvous import say
+from hvdtrain.start.parts.output_tags import CurrentRank, say
 from hvdtrain.worker.elastic_place import ON_DISK
 
 MOST_FAILURES = 3

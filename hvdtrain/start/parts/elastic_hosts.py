@@ -25,20 +25,18 @@ from hvdtrain.launch.host_report import (
     missing_interfaces,
 )
 from hvdtrain.launch.hosts import is_host_name
-from hvdtrain.launch.running.line_splitter import Lines
+from hvdtrain.launch.running.line_splitter import LONGEST_NEWS, Lines
 from hvdtrain.start.parts.agents import Agents, News, SshSettings, agent_argv, greet
 from hvdtrain.start.parts.horovod_patches import network
 from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.start.parts.news_pipe import NewsPipe
-from hvdtrain.start.parts.rendezvous import say
+from hvdtrain.start.parts.output_tags import say
 
 AGAIN_SECONDS = 30.0
 """Interval at which a skipped host is retried."""
 TICK_SECONDS = 1.0
 _NEWS = ("ranks", "stopped", "left")
 """What the agents report to the supervisor. It does not wait for what scripts left behind, which the agents end."""
-_LONGEST_NEWS = 1 << 20
-"""Maximum length of a line in bytes."""
 
 
 class Discovery(Protocol):
@@ -61,7 +59,7 @@ class ElasticAgents(Agents):
         for descriptor in (self._told, telling):
             os.set_blocking(descriptor, False)
         self._telling = NewsPipe(telling)
-        self._split = Lines(longest=_LONGEST_NEWS)
+        self._split = Lines(longest=LONGEST_NEWS)
 
     def order(self, host: str, **order: Any) -> None:
         """Send an order to one agent, if it is still there."""
@@ -105,10 +103,7 @@ class ElasticHosts:
         unfit: str = "",
     ) -> None:
         self._unfit = unfit
-        self._launch_id = stand_in.launch_id
-        self._reach = stand_in.reach
-        self._orders = stand_in.orders
-        self._tell = stand_in.tell
+        self._stand_in = stand_in
         self._variables = variables
         self._wanted = wanted
         self._seconds = seconds
@@ -145,7 +140,7 @@ class ElasticHosts:
         for name in found:
             again = self._asked.get(name, -AGAIN_SECONDS) + AGAIN_SECONDS
             if not self._here[name] and name not in self._agents and now >= again:
-                self._asked[name] = now + self._reach.seconds
+                self._asked[name] = now + self._stand_in.reach.seconds
                 threads.append(threading.Thread(target=self._ask, args=(name,), daemon=True))
                 threads[-1].start()
         if not self._first.is_set():
@@ -195,13 +190,13 @@ class ElasticHosts:
                 raise HvdtrainError(f"{name!r} is not a host name")
             if self._unfit:
                 raise HvdtrainError(f"host {name}: {self._unfit}")
-            command = agent_argv(name, self._launch_id, self._reach)
+            command = agent_argv(name, self._stand_in.launch_id, self._stand_in.reach)
             agents = Agents({name: command}, os.environ)
         except (HvdtrainError, OSError) as error:
             self._leave_out(name, str(error))
             return
         greeting = Greeting(secrets=dict(self._variables))
-        answers = greet(agents, {name: greeting}, self._own, reach=self._reach)
+        answers = greet(agents, {name: greeting}, self._own, reach=self._stand_in.reach)
         problem = answers.problems.get(name, "")
         if not problem and self._wanted:
             problem = missing_interfaces(sorted(self._wanted), answers.reports)
@@ -228,7 +223,7 @@ class ElasticHosts:
                 agents = self._agents.pop(name, None)
                 self._reports.pop(name, None)
                 self._asked.pop(name, None)
-                self._tell(name, {"without": True})
+                self._stand_in.tell(name, {"without": True})
             if agents is not None:
                 threading.Thread(target=agents.__exit__, daemon=True).start()
 
@@ -242,7 +237,7 @@ class ElasticHosts:
                 self._leave_out(name, f"the connection to host {name} was lost")
 
     def _pass_orders(self) -> None:
-        with os.fdopen(self._orders) as orders:
+        with os.fdopen(self._stand_in.orders) as orders:
             for line in orders:
                 order = json.loads(line)
                 to = order.pop("to", None)
@@ -254,7 +249,7 @@ class ElasticHosts:
     def _is_lost(self, agents: Agents) -> bool:
         agents.beat()
         for host, news in agents.news(0):
-            self._tell(host, {name: news[name] for name in _NEWS if name in news})
+            self._stand_in.tell(host, {name: news[name] for name in _NEWS if name in news})
         return bool(agents.ended())
 
 

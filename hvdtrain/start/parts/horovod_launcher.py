@@ -25,9 +25,16 @@ from hvdtrain.launch.host_report import (
     missing_interfaces,
 )
 from hvdtrain.launch.installed_horovod import installed_controllers
+from hvdtrain.launch.running.time_limits import START_SECONDS
 from hvdtrain.launch.secrets import looks_secret
-from hvdtrain.launch.ssh import path_variables
-from hvdtrain.start.parts.agents import Agents, SshSettings, agent_argv, greet, missing_program
+from hvdtrain.start.parts.agents import (
+    Agents,
+    SshSettings,
+    agent_argv,
+    greet,
+    missing_program,
+    reach_by,
+)
 from hvdtrain.start.parts.elastic_hosts import ElasticAgents, ElasticHosts, FitHosts
 from hvdtrain.start.parts.horovod_patches import (
     ELASTIC_SECONDS,
@@ -48,8 +55,6 @@ _INTERFACES = "NCCL_SOCKET_IFNAME"
 """Horovod sets this in the command, after the user's own value."""
 _ROOM = 100_000
 """Maximum bytes of variables in a command, which is limited to 128 kB."""
-START_SECONDS = 30
-"""Horovod's default for --start-timeout."""
 
 
 def launch_ranks(arguments: Sequence[str]) -> int:
@@ -66,7 +71,8 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     settle(parsed, installed_controllers())
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
-    reach = _reach(parsed)
+    seconds = parsed.start_timeout or int(os.environ.get("HOROVOD_START_TIMEOUT") or START_SECONDS)
+    reach = reach_by(parsed, seconds)
     if missing := missing_program([["ssh"]] if remote else []):
         raise HvdtrainError(missing)
     commands = {host: agent_argv(host, launch_id, reach) for host in remote}
@@ -75,7 +81,9 @@ def launch_ranks(arguments: Sequence[str]) -> int:
         problems = [] if elastic else _prepare(parsed, agents, reach, asked)
         if problems:
             raise HvdtrainError("\n".join(problems))
-        hosts = _elastic_hosts(parsed, elastic, asked) if elastic else None
+        brought, unfit = _brought(parsed, asked), _too_long(parsed, asked)
+        limit = parsed.elastic_timeout or ELASTIC_SECONDS
+        hosts = ElasticHosts(elastic, brought, parsed.nics, limit, unfit) if elastic else None
         one_host = not elastic and not remote
         shown = functools.partial(in_command_line, parsed, asked, one_host=one_host)
         replace_functions(parsed, shown, one_host)
@@ -102,17 +110,6 @@ def _remote_hosts(arguments: argparse.Namespace) -> list[str]:
 
 def _is_elastic(arguments: argparse.Namespace) -> bool:
     return bool(arguments.host_discovery_script or arguments.min_num_proc)
-
-
-def _reach(arguments: argparse.Namespace) -> SshSettings:
-    return SshSettings(
-        python=arguments.command[0] if arguments.command else sys.executable,
-        path_variables=path_variables(os.environ),
-        port=arguments.ssh_port,
-        identity_file=arguments.ssh_identity_file,
-        seconds=arguments.start_timeout
-        or int(os.environ.get("HOROVOD_START_TIMEOUT") or START_SECONDS),
-    )
 
 
 def in_command_line(
@@ -183,18 +180,6 @@ def _too_long(arguments: argparse.Namespace, asked: Collection[str]) -> str:
         f"the {len(sizes)} environment variables for workers on other hosts take {sum(sizes.values())} bytes, "
         f"but a command line has room for {_ROOM}: unset some, or shorten the longest, {longest} "
         f"({sizes[longest]} bytes)"
-    )
-
-
-def _elastic_hosts(
-    arguments: argparse.Namespace, agents: ElasticAgents, asked: Collection[str]
-) -> ElasticHosts:
-    return ElasticHosts(
-        agents,
-        _brought(arguments, asked),
-        arguments.nics,
-        arguments.elastic_timeout or ELASTIC_SECONDS,
-        _too_long(arguments, asked),
     )
 
 

@@ -49,7 +49,7 @@ from hvdtrain.start.parts.elastic_driver import (  # noqa: E402
     PatientRegistry,
 )
 from hvdtrain.start.parts.host_discovery import DiscoveryScript  # noqa: E402
-from hvdtrain.start.parts.output_tags import pass_on_marked  # noqa: E402
+from hvdtrain.start.parts.output_tags import pass_on_marked, tell  # noqa: E402
 from hvdtrain.start.parts.rank_helper import RankHelpers  # noqa: E402
 from hvdtrain.start.parts.rendezvous import Rendezvous, WorkerNotifier, elastic_handler  # noqa: E402
 
@@ -276,7 +276,7 @@ def _execute(
     asked = any(event.is_set() for event in events)
     code, problem = end_of_rank(code, _host_of(command), index)
     if problem and not asked:
-        print(f"hvdtrain: {problem}", file=sys.stderr, flush=True)
+        tell(problem)
     return code
 
 

@@ -22,7 +22,7 @@ from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.parameter_server_roles import host_environment
 from hvdtrain.launch.running.line_splitter import Lines
-from hvdtrain.launch.running.processes import Pipes, end_launch, state_of
+from hvdtrain.launch.running.processes import Pipes, end_launch
 from hvdtrain.launch.running.rank_monitor import (
     RankStatus,
     as_json,
@@ -35,6 +35,7 @@ from hvdtrain.rank_variables import without_rank_variables
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.host_processes import HostProcesses
 from hvdtrain.start.parts.rank_watch import RankWatch
+from hvdtrain.worker.proc_files import state_of
 from hvdtrain.worker.secret_files import deliver, hold, withdraw
 
 SILENCE_SECONDS = 30.0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 
 from hvdtrain.errors import EngineError
 from hvdtrain.launch.hosts import MOST_SLOTS
 from hvdtrain.launch.running.timed_command import ask
-from hvdtrain.start.parts.rendezvous import say
+from hvdtrain.start.parts.output_tags import say, tell
 
 DISCOVERY_SECONDS = 30.0
 """Time limit of the script. Horovod has none, and would block on it."""
@@ -40,7 +39,7 @@ class DiscoveryScript:
             self._found, self._problem = self._ask(), ""
         except EngineError as error:
             if self._found is None:
-                print(f"hvdtrain: {error}", file=sys.stderr, flush=True)
+                tell(str(error))
                 raise SystemExit from None
             if str(error) != self._problem:
                 self._problem = str(error)

@@ -17,11 +17,11 @@ from hvdtrain.launch.running.processes import (
     end_groups,
     has_ended,
     start,
-    state_of,
 )
 from hvdtrain.launch.running.time_limits import TERM_SECONDS
 from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.signals import shell_code
+from hvdtrain.worker.proc_files import state_of
 
 LONGEST_TICK_SECONDS = 1.0
 """A longer interval between ticks means that this process was stopped as well."""

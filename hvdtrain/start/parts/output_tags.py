@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 import re
 import select
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TextIO
 
@@ -76,6 +78,19 @@ class CurrentRank(int):
 def marked_news(text: str, rank: int) -> bytes:
     """Format a line of news about a rank, which must be short enough for srun."""
     return b"[%d]<news>:%s\n" % (rank, text.encode())
+
+
+def say(text: str) -> None:
+    """Show a message at once. Other unmarked output of a launcher is shown only if the job fails."""
+    mark = marked_lines(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
+    sys.stderr.buffer.write(mark)
+    sys.stderr.buffer.flush()
+
+
+def tell(text: str) -> None:
+    """Print a message of the launcher itself, which is shown if the job fails, or at once by hand."""
+    with suppress(OSError):  # It may have no reader any more.
+        print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
 def atoms(lines: bytes) -> Iterator[bytes]:

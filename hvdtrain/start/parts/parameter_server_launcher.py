@@ -37,17 +37,16 @@ from hvdtrain.launch.parameter_server_roles import (
     role_environment,
 )
 from hvdtrain.launch.running.outcome import how_it_ended
+from hvdtrain.launch.running.time_limits import START_SECONDS
 from hvdtrain.launch.running.watchdog import stopped_seconds
-from hvdtrain.launch.ssh import path_variables
 from hvdtrain.signals import ending_signals
 from hvdtrain.standard_streams import write_all
-from hvdtrain.start.parts.agents import Agents, SshSettings, agent_argv, greet, missing_program
+from hvdtrain.start.parts.agents import Agents, agent_argv, greet, missing_program, reach_by
 from hvdtrain.start.parts.host_agent import Greeting
 from hvdtrain.start.parts.host_processes import STOPPED
 from hvdtrain.start.parts.output_tags import LONGEST_ATOM, mark_for, marked_lines, marked_news
 from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
 
-START_SECONDS = 30
 RESTARTS = 10
 PAUSE_SECONDS = 1.0
 """Pause before a worker is restarted."""
@@ -123,14 +122,7 @@ def layout_of(options: argparse.Namespace) -> Layout:
 
 @dataclass
 class Launch:
-    """One launch, from the greeting of its agents to the exit code.
-
-    Attributes:
-        layout: Assignment of processes to hosts.
-        options: Parsed command line.
-        agents: Agents of all hosts.
-        received: Signals to this process, in order of arrival.
-    """
+    """One launch, from the greeting of its agents to the exit code."""
 
     layout: Layout
     options: argparse.Namespace
@@ -203,7 +195,7 @@ class Launch:
             self.agents,
             {host: self._greeting(host, asked) for host in self.layout.names},
             HostReport(__version__, sys.version.split()[0], {}),
-            reach=_reach(self.options),
+            reach=reach_by(self.options, self.options.start_timeout),
             give_up=lambda: bool(self._ending),
         )
         if len(answers.reports) + len(answers.problems) < len(self.layout.names):
@@ -349,7 +341,7 @@ def _agent_commands(
     layout: Layout, options: argparse.Namespace, launch_id: str
 ) -> dict[str, list[str]]:
     """Return the command that runs the agent of each host."""
-    reach = _reach(options)
+    reach = reach_by(options, options.start_timeout)
     local = [sys.executable, "-P", "-m", _AGENT, launch_id]
     commands = {}
     for host in layout.names:
@@ -360,16 +352,6 @@ def _agent_commands(
         else:
             commands[host] = agent_argv(host, launch_id, reach)
     return commands
-
-
-def _reach(options: argparse.Namespace) -> SshSettings:
-    return SshSettings(
-        python=options.command[0],
-        path_variables=path_variables(os.environ),
-        port=options.ssh_port,
-        identity_file=options.ssh_identity_file,
-        seconds=options.start_timeout,
-    )
 
 
 def _srun(host: str) -> list[str]:

@@ -10,12 +10,10 @@ from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from hvdtrain.launch.running.processes import (
-    signal_launch,
-    state_of,
-)
+from hvdtrain.launch.running.processes import signal_launch
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus
 from hvdtrain.launch.running.time_limits import TERM_SECONDS
+from hvdtrain.worker.proc_files import state_of
 
 LOOK_SECONDS = 1.0
 LEAVING_SECONDS = 2.0

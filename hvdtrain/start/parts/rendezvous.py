@@ -39,7 +39,7 @@ from horovod.runner.http.http_server import (
 )
 from horovod.runner.util.threads import in_thread
 
-from hvdtrain.start.parts.output_tags import marked_lines
+from hvdtrain.start.parts.output_tags import say
 from hvdtrain.worker.elastic_place import ARRIVAL, NEXT_PLACE, SAVED
 
 FORBIDDEN = 403
@@ -153,6 +153,8 @@ def elastic_handler(driver: Any) -> type[RendezvousHandler]:
 
     class Handler(handler):
         def _get_value(self, scope: str, key: str) -> bytes | None:
+            if scope == SAVED:
+                return key.encode() if driver.has_checkpoint else b""
             if scope not in (ARRIVAL, NEXT_PLACE):
                 value: bytes | None = super()._get_value(scope, key)
                 return value
@@ -282,13 +284,6 @@ def _is_interface(name: object, several: object) -> bool:
             for one in several
         )
     )  # fmt: skip
-
-
-def say(text: str) -> None:
-    """Show a message at once. Other unmarked output of a launcher is shown only if the job fails."""
-    mark = marked_lines(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
-    sys.stderr.buffer.write(mark)
-    sys.stderr.buffer.flush()
 
 
 def _log_refusal(peer: str, what: str, reason: str) -> None:

@@ -36,6 +36,7 @@ from hvdtrain.rank_variables import (
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.host_agent import own_report
+from hvdtrain.start.parts.output_tags import tell
 from hvdtrain.start.parts.rendezvous import Rendezvous
 
 LOOPBACK = "127.0.0.1"
@@ -154,13 +155,13 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     if ending:
         # Otherwise srun's last message would blame the ranks, which it has killed.
         name = signal.Signals(ending[0]).name
-        _say(
+        tell(
             f"hvdtrain.start.run_srun (process {os.getpid()}) was sent {name}, and its ranks have ended"
         )
         code = -ending[0]
     elif code < 0:
         how = how_it_ended(shell_code(code))
-        _say(f"srun (process {process.pid}), which starts the ranks and waits for them, {how}")
+        tell(f"srun (process {process.pid}), which starts the ranks and waits for them, {how}")
     return shell_code(code)
 
 
@@ -186,7 +187,3 @@ def _signal_tasks(srun: subprocess.Popen[bytes], number: int) -> bool:
             send = ["scancel", f"--signal={order.value}"]  # It knows few signals by name.
             return ask([*send, words[0].partition("=")[2]], limit=limit).returncode == 0
     return False
-
-
-def _say(text: str) -> None:
-    print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

@@ -24,14 +24,15 @@ from hvdtrain.environment import (
 )
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.outcome import how_it_ended
-from hvdtrain.launch.running.processes import name_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
 from hvdtrain.launch.running.time_limits import ENDING_SECONDS, REPEAT_SECONDS
 from hvdtrain.launch.ssh_errors import SSH_FAILED
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
 from hvdtrain.start.parts.news_pipe import NewsPipe
+from hvdtrain.start.parts.output_tags import tell
 from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankWatch
+from hvdtrain.worker.proc_files import name_of
 
 TICK_SECONDS = 0.5
 TOGETHER_SECONDS = 0.2
@@ -46,11 +47,6 @@ def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
     SIGUSR1 to this process warns the ranks on all hosts, and SIGUSR2 makes them print their stacks; the run continues.
     SIGINT, SIGTERM and SIGHUP (unless ignored) end the run on all hosts: ranks whose script has a handler for the
     signal receive it and get HVDTRAIN_GRACE_SECONDS; a second signal ends everything at once.
-
-    Args:
-        run: Function that runs the launcher and returns its exit code.
-        launch_id: ID of the launch.
-        agents: Agents on the other hosts.
     """
     ending = ending_signals()
     watched = {*ending, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
@@ -221,7 +217,7 @@ class _End:
         if self._ended_at is None:
             what = "mpirun" if is_mpirun else "Horovod's launcher"
             how = how_it_ended(shell_code(code))
-            _say(f"{what} (process {self.child}), which starts the ranks and waits for them, {how}")
+            tell(f"{what} (process {self.child}), which starts the ranks and waits for them, {how}")
 
     def ask(self, received: signal.struct_siginfo) -> None:
         """Handle a signal from the user or another process. The second one ends everything at once."""
@@ -232,7 +228,7 @@ class _End:
         # `hvdtrain run` forwards the user's signals; those of the terminal come from the kernel.
         if received.si_pid != os.getppid() and received.si_code != _BY_KERNEL:
             name = name_of(received.si_pid) or "has ended"
-            _say(
+            tell(
                 f"horovodrun (process {os.getpid()}) was sent {number.name} by process {received.si_pid} ({name})"
             )
         self.code = EXIT_SIGNAL_BASE + number
@@ -263,7 +259,7 @@ class _End:
         if self._grace_until is None and not self.lost and (lost := self.ranks.lost_hosts()):
             self.lost = True
             for one in lost:
-                _say(one)
+                tell(one)
         return self.lost
 
     def _end(self) -> None:
@@ -281,13 +277,7 @@ class _End:
 
 
 def how_lost(host: str, code: int, words: str) -> str:
-    """Explain why a host's agent has ended.
-
-    Args:
-        host: Name of the host.
-        code: Exit code of the ssh that ran the agent; negative if a signal ended ssh.
-        words: Output of ssh or the agent.
-    """
+    """Explain why a host's agent has ended, from the exit code of its ssh (negative: a signal's) and the last words."""
     broke = f"the connection to host {host} was lost"
     last = words.strip().rpartition("\n")[2].strip()
     if code < 0:
@@ -295,11 +285,6 @@ def how_lost(host: str, code: int, words: str) -> str:
     if code == SSH_FAILED:
         return f"{broke} ({last})" if last else f"{broke}, or hvdtrain's agent there was killed"
     return f"hvdtrain's agent on host {host} failed (exit code {code}){f': {last}' if last else ''}"
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # It may have no reader any more.
-        print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _pipe(name: str) -> int | None:

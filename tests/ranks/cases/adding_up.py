@@ -304,7 +304,18 @@ def case_gathered() -> dict[str, Any]:
         "weights": wanted.apart(weights(trainer.model), "weights"),
         "history": wanted.apart(history, "history", "relative"),
     }
-    return {"far": {"gathered": found}, "told": [str(each.message) for each in told]}
+    # In a train_step, where the gradients are weighted; the ranks' shares of 5 examples differ.
+    odd = {"batch_size": 5, "epochs": 1}
+    wanted = plain(
+        lambda: Stepping(_contrastive), SGD(0.003), (X[:80], Y[:80]), odd, {"loss": "mse"}
+    )
+    stepping = hvdtrain.Trainer(
+        lambda: Stepping(gathered), SGD(0.003), "mse", global_batch_size=5, seed=1
+    )
+    stepping.fit(X[:80], Y[:80], shuffle=False, verbose=0)
+    in_step = {"weights": wanted.apart(weights(stepping.model), "weights")}
+    far = {"gathered": found, "in a train_step": in_step}
+    return {"far": far, "told": [str(each.message) for each in told]}
 
 
 def _balanced(y: Any, p: Any) -> Any:

@@ -349,21 +349,29 @@ def case_saved_while_gradients_wait() -> dict[str, Apart]:
 
 
 def case_a_slow_writer() -> dict[str, Any]:
+    return _slow_writer("epoch")
+
+
+def case_a_slow_writer_within_an_epoch() -> dict[str, Any]:
+    return _slow_writer(2)
+
+
+def _slow_writer(save_freq: str | int) -> dict[str, Any]:
     """Rank 0 saves for longer than Horovod's stall check allows."""
     mock.patch.object(first_rank, "NEWS_SECONDS", 1.0).start()
     # Horovod begins to count when it has dropped the stalled collective from its cache.
     seconds = 2 * float(os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) + 3
 
     class Slow(keras.callbacks.ModelCheckpoint):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
             time.sleep(seconds)
-            super().on_epoch_end(epoch, logs)
+            super()._save_model(epoch, batch, logs)
 
     file = Path(hvd.broadcast_object(tempfile.mkdtemp())) / "model.keras"
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
-    own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Slow(file)]
-    history = model.fit(np.ones([8, 2]), np.ones([8, 1]), 4, 1, 0, own)
+    own = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), Slow(file, save_freq=save_freq)]
+    history = model.fit(np.ones([12, 2]), np.ones([12, 1]), 4, 1, 0, own)
     return {"epochs": history.epoch, "saved": file.is_file()}
 
 

@@ -241,6 +241,45 @@ def _broken_off(accumulating: bool) -> dict[str, Any]:
     }
 
 
+class Halving(optimizers.SGD):
+    """Changes the gradients before they are accumulated, so that the ranks' are summed before."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        return super().apply([gradient / 2 for gradient in grads], trainable_variables)
+
+
+def case_saved_while_own_gradients_wait() -> dict[str, Any]:
+    """Of 6 steps 2 wait for the update: the file of one process holds the same, and training goes on from it."""
+
+    def halving() -> Any:
+        return Halving(0.05, gradient_accumulation_steps=4)
+
+    def compute() -> dict[str, Any]:
+        keras.utils.set_random_seed(1)
+        built = model()
+        built.compile(halving(), "mse", jit_compile=False)
+        arguments = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+        built.fit(X, Y, **arguments)
+        waiting = [v.numpy() for v in built.optimizer._accumulated_gradients]
+        built.fit(X, Y, **arguments)
+        return {"waiting": waiting, "weights": weights(built)}
+
+    wanted = reference(compute)
+    path = FOLDER / "waiting.keras"
+    first = trainer(halving())
+    fit(first, epochs=1, validation_data=None)
+    first.save(path)
+    loaded = keras.saving.load_model(path, custom_objects={"Halving": Halving})
+    waiting = [v.numpy() for v in loaded.optimizer._accumulated_gradients]
+    second = trainer(halving())
+    second.load(path)
+    fit(second, epochs=1, validation_data=None)
+    return {
+        "waiting": wanted.apart(waiting, "waiting"),
+        "weights": wanted.apart(weights(second.model), "weights"),
+    }
+
+
 class Tracked:
     """A tracker that keeps the steps at which it started and got an epoch."""
 

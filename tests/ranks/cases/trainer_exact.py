@@ -456,7 +456,15 @@ def case_metric_of_each_class() -> dict[str, Any]:
         },
     )
     histories = found.pop("histories")
-    return found | {"classes": len(histories["f1_score"][-1])}
+    x, y = vectors()
+    single = apart(
+        vector_model,
+        lambda: SGD(0.003),
+        (x, (y > 0).astype("float32")),
+        compiled=lambda: {"loss": "mse", "metrics": [keras.metrics.F1Score(threshold=0.5)]},
+    )
+    one = single.pop("histories")["f1_score"][-1]
+    return found | {"classes": len(histories["f1_score"][-1]), "single": single, "one": len(one)}
 
 
 def case_size() -> list[int]:
