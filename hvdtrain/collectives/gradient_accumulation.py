@@ -13,10 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import Adasum, Average, Sum
+from hvdtrain.collectives.communicator import ALL_RANKS, Adasum, Average, Communicator, Sum
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
-from hvdtrain.keras_internals.variables import tf_variable, values_kept
+from hvdtrain.keras_internals.variables import identities, identity, tf_variable, values_kept
 
 
 def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
@@ -61,9 +61,40 @@ def share_accumulators(optimizers: Sequence[Any]) -> None:
                 variable.assign(combined(variable, plain, str(number)))
 
 
+def spread_accumulators(
+    optimizers: Sequence[Any], root: int = 0, ranks: Communicator = ALL_RANKS
+) -> None:
+    """Give all ranks the mean of the accumulators of those that have trained as far as rank `root`. A collective.
+
+    Does nothing if all have: then the accumulators differ, and belong together. Others have joined an elastic job, or
+    have not loaded the file that the root has.
+
+    Args:
+        optimizers: Optimizers, the same ones on all ranks.
+        root: Index of a rank that has trained furthest.
+        ranks: Ranks that train together.
+    """
+    steps = [int(inner_of(one)._iterations) for one in optimizers]
+    everyone = ranks.exchange(steps, "iterations")
+    as_far = [theirs == everyone[root] for theirs in everyone]
+    if all(as_far):
+        return
+    share = 1.0 / sum(as_far) if as_far[ranks.rank()] else 0.0
+    for number, variable in enumerate(common_accumulators(optimizers)):
+        mine = tf.math.multiply_no_nan(variable.read_value(), tf.cast(share, variable.dtype))
+        variable.assign(ranks.allreduce(mine, f"hvdtrain_accumulated_{number}"))
+
+
 def common_accumulators(optimizers: Sequence[Any]) -> list[tf.Variable]:
-    """Return the accumulators of distributed optimizers, without those of local variables."""
-    return [variable for variable, _ in _waiting(optimizers)]
+    """Return the accumulators of optimizers, without those of local variables."""
+    found: list[tf.Variable] = []
+    for optimizer in optimizers:
+        own = {id(v) for v in accumulators(optimizer)}
+        local = identities(getattr(inner_of(optimizer), "local_variables", ()))
+        for variable, slots in optimizer_slots(optimizer):
+            if identity(variable) not in local:
+                found += [tf_variable(s) for s in slots if id(s) in own]
+    return found
 
 
 @contextmanager
@@ -88,15 +119,11 @@ def as_one_process(optimizers: Sequence[Any]) -> Iterator[None]:
 
 def _waiting(optimizers: Sequence[Any]) -> list[tuple[tf.Variable, Reduction]]:
     """Return the accumulators of distributed optimizers with their reductions, without those of local variables."""
-    found = []
-    for optimizer in optimizers:
-        own = {id(v) for v in accumulators(optimizer)}
-        inner = inner_of(optimizer)
-        for variable, slots in optimizer_slots(optimizer):
-            if not inner.hvdtrain_reducer.is_local(variable):
-                reduction = inner.hvdtrain_accumulated
-                found += [(tf_variable(s), reduction) for s in slots if id(s) in own]
-    return found
+    return [
+        (variable, inner_of(optimizer).hvdtrain_accumulated)
+        for optimizer in optimizers
+        for variable in common_accumulators([optimizer])
+    ]
 
 
 def _combine(optimizers: Sequence[Any]) -> None:

@@ -57,6 +57,9 @@ BUCKET = 1 << 20
 GROUP = 1 << 26
 """Maximum number of elements of one tensor with `groups`: copies take memory."""
 
+OPS = {"Average": Average, "Sum": Sum, "Adasum": Adasum}
+"""Operations of Horovod by which gradients are reduced, by name."""
+
 Gradient: TypeAlias = Any
 """tf.Tensor, tf.IndexedSlices or None; Any, because TensorFlow has no type annotations."""
 
@@ -88,7 +91,7 @@ class Reduction:
     """This rank's position in the mesh of a divided model; None: all ranks of the process set hold the same model."""
 
     def __post_init__(self) -> None:
-        if self.op not in (Average, Sum, Adasum):
+        if self.op not in OPS.values():
             raise UsageError("op: use Average, Sum or Adasum of hvdtrain.keras")
         if self.gradient_predivide_factor != 1.0 and self.op != Average:
             raise UsageError("gradient_predivide_factor needs op=Average")
@@ -112,6 +115,17 @@ class Reduction:
             )
         if self.op == Adasum:
             self._check_adasum()
+
+    @property
+    def arguments(self) -> dict[str, str | bool]:
+        """The arguments of DistributedOptimizer that change what is trained, in a form that a file can hold."""
+        kind = self.compression
+        kind = kind if isinstance(kind, Lossy | type) else type(kind)
+        return {
+            "op": next(name for name, op in OPS.items() if op == self.op),
+            "compression": getattr(kind, "__name__", str(kind)),
+            "average_aggregated_gradients": self.postscale_factor == 1.0,
+        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reduction:
         return self  # Immutable; a copy of `groups` would refer to other variables.

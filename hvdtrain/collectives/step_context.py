@@ -9,7 +9,7 @@ plain Keras.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -87,7 +87,7 @@ def without_others(ranks: Iterable[int]) -> Iterator[None]:
         _PRESENT.reset(token)
 
 
-def require_present(ranks: Iterable[int]) -> None:
+def require_present(ranks: Collection[int]) -> None:
     """Require that `ranks` can take part in a collective, which would wait for them forever.
 
     Raises:
@@ -95,4 +95,9 @@ def require_present(ranks: Iterable[int]) -> None:
     """
     present = _PRESENT.get()
     if present is not None and not present.issuperset(ranks):
-        raise UsageError("a collective is called here, in which all workers must take part")
+        others = sorted(set(ranks) - present)
+        raise UsageError(
+            "a collective is called here, in which all workers must take part, but only rank "
+            f"{', '.join(map(str, sorted(present)))} runs this, and not {', '.join(map(str, others))}: call it where "
+            "every rank does"
+        )

@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
 from hvdtrain.collectives.consistency import require_equal
 from hvdtrain.collectives.finite import FiniteWatch
-from hvdtrain.collectives.gradient_accumulation import common_accumulators
+from hvdtrain.collectives.gradient_accumulation import spread_accumulators
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.collectives.placement import on_device
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
@@ -28,12 +28,7 @@ from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
 from hvdtrain.keras.learning_rate import LearningRateWarmupCallback as LearningRateWarmupCallback
-from hvdtrain.keras_internals.models import (
-    distributed_optimizers,
-    is_built,
-    optimizers_of,
-    refresh_constants,
-)
+from hvdtrain.keras_internals.models import is_built, optimizers_of, refresh_constants
 from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state, is_sharded
 from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.keras_internals.variables import (
@@ -113,7 +108,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if is_built(self.model) and optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         require_equal(self._facts(), "training")
-        self._broadcast_accumulators()
+        spread_accumulators(optimizers_of(self.model), self.root_rank)
         self._broadcast()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -185,16 +180,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         for optimizer in optimizers_of(self.model):
             broadcast_loaded_state(optimizer)
         self._broadcast_count = self._count_variables()
-
-    def _broadcast_accumulators(self) -> None:
-        """Also broadcast the gradients that have been accumulated, if the root alone has loaded a model that has some.
-
-        Otherwise those of the ranks differ, and belong together.
-        """
-        optimizers = distributed_optimizers(self.model)
-        steps = [int(inner_of(one)._iterations) for one in optimizers]
-        if any(one != steps for one in ALL_RANKS.exchange(steps, "iterations")):
-            broadcast_variables(common_accumulators(optimizers), self.root_rank)
 
     def _count_variables(self) -> int:
         return sum(len(one.variables) for one in [self.model, *optimizers_of(self.model)])

@@ -135,15 +135,8 @@ def allreduce(
         UsageError: If `Compression.bf16` or IndexedSlices do not support this `op`, or `compression` needs a
             DistributedOptimizer.
     """
-    call = _call(
-        "allreduce",
-        name,
-        process_set,
-        op=_reduction(op, average, compression),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        compression=compression,
-    )
+    op = handle_average_backwards_compatibility(op, average)
+    call = _call("allreduce", name, process_set, op, compression, prescale_factor, postscale_factor)
     if isinstance(value, tf.IndexedSlices):
         _require_additive(call)
         return _reduce_slices(value, call, device_sparse)
@@ -177,14 +170,9 @@ def grouped_allreduce(
         UsageError: As in allreduce.
     """
     del ignore_name_scope
+    op = handle_average_backwards_compatibility(op, average)
     call = _call(
-        "grouped_allreduce",
-        name,
-        process_set,
-        op=_reduction(op, average, compression),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        compression=compression,
+        "grouped_allreduce", name, process_set, op, compression, prescale_factor, postscale_factor
     )
 
     def reduce(group: list[Any], call: Call) -> list[Any]:
@@ -337,13 +325,7 @@ def reducescatter(
     """
     tensor = _with_dimensions(_tensor(value), "reducescatter")
     call = _call(
-        "reducescatter",
-        name,
-        process_set,
-        op=_scattered(op, compression),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        compression=compression,
+        "reducescatter", name, process_set, op, compression, prescale_factor, postscale_factor
     )
     with on_device(device_dense):
         return differentiable.reducescatter(tensor, call)
@@ -373,10 +355,10 @@ def grouped_reducescatter(
         "grouped_reducescatter",
         None,
         process_set,
-        op=_scattered(op, compression),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        compression=compression,
+        op,
+        compression,
+        prescale_factor,
+        postscale_factor,
     )
     with on_device(device_dense):
         return list(map(differentiable.reducescatter, values, _numbered(call, len(values))))
@@ -449,29 +431,33 @@ def _with_dimensions(tensor: tf.Tensor, what: str) -> tf.Tensor:
     return tensor
 
 
-def _call(kind: str, name: str | None, process_set: ProcessSet | None, **reduction: Any) -> Call:
+def _call(
+    kind: str,
+    name: str | None,
+    process_set: ProcessSet | None,
+    op: Any = Sum,
+    compression: Any = Compression.none,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Call:
     if not isinstance(name, str | None):  # The place of `average` in horovod.tensorflow.
         raise UsageError(f"{kind}: name={name!r}: pass a str (for a mean or sum, average={name!r})")
+    _check(kind.removeprefix("grouped_"), op, compression)
     prefix = f"hvdtrain_{kind}_{name}" if name else f"hvdtrain_{kind}"
     name = in_this_graph(prefix, ranks_of(process_set))
-    return Call(name, global_process_set if process_set is None else process_set, **reduction)
+    return Call(name, process_set or global_process_set, op, prescale, postscale, compression)
 
 
-def _reduction(op: Any, average: bool | None, compression: Any) -> Any:
-    op = handle_average_backwards_compatibility(op, average)
-    refuse_lossy(compression, "allreduce")
-    if compression is BF16Compressor and op not in (Average, Sum):
+def _check(kind: str, op: Any, compression: Any) -> None:
+    """Raise UsageError if a collective does not support an operation or a compression."""
+    refuse_lossy(compression, kind)
+    if kind == "reducescatter":
+        if op not in (Average, Sum):
+            raise UsageError("reducescatter: op must be Average or Sum")
+        if compression is BF16Compressor:
+            raise UsageError("reducescatter: compression must be none or fp16")
+    elif compression is BF16Compressor and op not in (Average, Sum):
         raise UsageError("allreduce: compression=bf16 works only with op=Average and op=Sum")
-    return op
-
-
-def _scattered(op: Any, compression: Any) -> Any:
-    refuse_lossy(compression, "reducescatter")
-    if op not in (Average, Sum):
-        raise UsageError("reducescatter: op must be Average or Sum")
-    if compression is BF16Compressor:
-        raise UsageError("reducescatter: compression must be none or fp16")
-    return op
 
 
 def _require_additive(call: Call) -> None:

@@ -34,6 +34,7 @@ from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.gradient_accumulation import spread_accumulators
 from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.collectives.tensor_names import InstanceName, name_by_places
 from hvdtrain.errors import UsageError
@@ -131,11 +132,11 @@ class KerasState(TensorFlowState):
                 "batch"
             )
         self.model = model
-        optimizers = optimizers_of(model) if optimizer is None else [optimizer]
+        self._given = optimizer
+        optimizers = self._optimizers()
         if not optimizers:
             raise UsageError("KerasState: compile the model or pass an optimizer")
         self.optimizer: Any = optimizers[0]
-        self._given = optimizer
         if any(map(is_sharded, optimizers)):
             raise UsageError(
                 "KerasState: a sharded optimizer cannot continue with a different number of "
@@ -163,6 +164,7 @@ class KerasState(TensorFlowState):
 
     def _broadcast(self) -> None:
         self.take_places()
+        spread_accumulators(self._optimizers())
         with_seeds = [
             *replicated_variables(self.model, self._given),
             *seed_variables(self.model),
@@ -170,10 +172,12 @@ class KerasState(TensorFlowState):
         broadcast_variables(with_seeds)
         refresh_constants(self.model)
 
+    def _optimizers(self) -> list[Any]:
+        return optimizers_of(self.model) if self._given is None else [self._given]
+
     def _names(self) -> list[InstanceName]:
         """Return the names of the collectives of the optimizers and of synchronized layers."""
-        optimizers = optimizers_of(self.model) if self._given is None else [self._given]
-        reducers = [reducer_of(one) for one in optimizers if is_distributed(one)]
+        reducers = [reducer_of(one) for one in self._optimizers() if is_distributed(one)]
         holders = [*reducers, *self.model._flatten_layers()]
         found = [getattr(holder, "collective_name", None) for holder in holders]
         return [name for name in found if isinstance(name, InstanceName)]

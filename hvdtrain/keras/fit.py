@@ -16,9 +16,8 @@ import keras
 import tensorflow as tf
 from keras import callbacks as kc
 
-from hvdtrain.collectives.communicator import Adasum, Average, Communicator, Sum
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import any_rank, require_alike, require_equal
-from hvdtrain.collectives.error_feedback import Lossy
 from hvdtrain.collectives.gradient_accumulation import common_accumulators, share_accumulators
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.tensor_names import is_named_by_places
@@ -34,6 +33,7 @@ from hvdtrain.keras.writers import (
 from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.file_writes import prepare_saving
+from hvdtrain.keras_internals.keras_files import note_arguments
 from hvdtrain.keras_internals.models import (
     distributed_optimizers,
     refresh_constants,
@@ -54,6 +54,7 @@ def prepare_fit() -> None:
     """Let `model.fit` run writers on the first rank only, and let them replace files atomically. Idempotent."""
     correct(keras.Model, "fit", _fit)
     prepare_saving()
+    note_arguments()
 
 
 def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -77,45 +78,30 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
             own = on_this_rank(given, is_first=ranks.rank() == 0)
             restores = any(isinstance(c, kc.BackupAndRestore) for c in own)
             restored = _RestoreTogether(ranks, restores)
-            writing = failing_together(given, own, ranks, _waited_for(given, ranks))
+            alone = [c for c in given if isinstance(c, WRITERS)]
+            writing = failing_together(given, own, ranks, alone, _are_alike(given, ranks))
             call.arguments["callbacks"] = [_ShareAccumulators(), *writing, restored, *checks]
     elif not trains_by_keras(self) and hvd.is_initialized() and hvd.size() > 1:
         call.arguments["callbacks"] = _until_the_first_step(given)
     return original(*call.args, **call.kwargs)
 
 
-def _waited_for(
-    callbacks: Sequence[keras.callbacks.Callback], ranks: Communicator
-) -> list[keras.callbacks.Callback]:
-    """Return the writers of a script that gives the same callbacks on every rank, for `failing_together`. A collective.
+def _are_alike(callbacks: Sequence[keras.callbacks.Callback], ranks: Communicator) -> bool:
+    """Whether the script gives the same callbacks on every rank. A collective.
 
-    Scripts for Horovod often give them on the first rank only. There, the others cannot know where to wait.
+    Scripts for Horovod often give writers on the first rank only. There, the others cannot know where to wait.
     """
     own = [[type(c).__name__, str(getattr(c, "save_freq", ""))] for c in callbacks]
     everyone = ranks.exchange(own, "writers")
-    alike = all(one == everyone[0] for one in everyone)
-    return [c for c in callbacks if alike and isinstance(c, WRITERS)]
+    return all(one == everyone[0] for one in everyone)
 
 
 def _arguments(optimizers: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of DistributedOptimizer that must be the same on all ranks.
-
-    They are not in a model's file: a rank that has loaded one may have others.
-    """
+    """Return the arguments of DistributedOptimizer that must be the same on all ranks, each for all optimizers."""
     inner = [inner_of(one) for one in optimizers]
-    reductions = [one.hvdtrain_reducer.reduction for one in inner]
-    ops = {Average: "Average", Sum: "Sum", Adasum: "Adasum"}
-    return {
-        "op": [ops[one.op] for one in reductions],
-        "compression": [_name_of(one.compression) for one in reductions],
-        "gradient_accumulation_steps": [one.gradient_accumulation_steps for one in inner],
-        "average_aggregated_gradients": [one.postscale_factor == 1.0 for one in reductions],
-    }
-
-
-def _name_of(compression: Any) -> str:
-    known = compression if isinstance(compression, Lossy | type) else type(compression)
-    return getattr(known, "__name__", str(known))
+    reductions = [one.hvdtrain_reducer.reduction.arguments for one in inner]
+    facts = {name: [one[name] for one in reductions] for name in reductions[0]}
+    return facts | {"gradient_accumulation_steps": [o.gradient_accumulation_steps for o in inner]}
 
 
 def _agree(
@@ -229,7 +215,6 @@ class _Waiting(Writer):
 
     Attributes:
         missed: Calls that a logger has missed; None if it waits no longer, or is no logger.
-        fails_together: Whether its error is to be raised on all ranks; see `Writer`.
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
@@ -238,27 +223,19 @@ class _Waiting(Writer):
         at_once = getattr(callback, "update_freq", "epoch") != "epoch"
         waits = isinstance(callback, LOGGERS) and not at_once
         self.missed: list[Callable[[], None]] | None = [] if waits else None
-        self.fails_together = False
 
-    def go_on(
-        self, runs: bool = True, together: bool = False, ranks: Communicator | None = None
-    ) -> None:
-        """End the wait.
-
-        Args:
-            runs: See `Writer`.
-            together: Whether its error is to be raised on all ranks.
-            ranks: See `Writer`.
-        """
+    def go_on(self, ranks: Communicator | None = None, waits: bool = False) -> None:
+        """End the wait: only the first of `ranks` runs it from now on, and `waits` is that of `Writer`; None: all."""
         missed, self.missed = self.missed or [], None
-        self.runs, self.ranks, self.fails_together = runs, ranks, together
+        self.ranks, self.waits = ranks, waits
+        self.runs = ranks is None or ranks.rank() == 0
         for call in missed:
             call()
 
     def _run(self, hook: str, *args: Any, **kwargs: Any) -> None:
         if self.missed is not None:
             self.missed.append(partial(self._run, hook, *args, **kwargs))
-        elif self.fails_together:
+        elif self.ranks is not None:
             super()._run(hook, *args, **kwargs)
         else:
             getattr(self.hvdtrain_wrapped, hook)(*args, **kwargs)
@@ -309,10 +286,9 @@ class _FirstStep(keras.callbacks.Callback):
                 writer.go_on()
             return
         checks = _agree(self._given, self.model, ranks, **{"the first epoch": self._epoch + 1})
-        waited_for = _waited_for(self._given, ranks)
+        waits = _are_alike(self._given, ranks)
         for writer in self._waiting:
-            waits = ranks if writer.hvdtrain_wrapped in waited_for else None
-            writer.go_on(runs=ranks.rank() == 0, together=True, ranks=waits)
+            writer.go_on(ranks, waits)
         self._last.begin([RaiseAlike(self._waiting, ranks), *checks])
 
 

@@ -15,10 +15,11 @@ import keras
 import numpy as np
 
 from hvdtrain.collectives.compression import Compression
+from hvdtrain.collectives.reduction import OPS
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras_internals.keras_files import optimizer_class_in
-from hvdtrain.keras_internals.optimizers import is_distributed, optimizer_values_in_hdf5
+from hvdtrain.keras_internals.keras_files import optimizer_in
+from hvdtrain.keras_internals.optimizers import inner_of, is_distributed, optimizer_values_in_hdf5
 from hvdtrain.keras_internals.variables import assign
 
 
@@ -31,9 +32,8 @@ def load_model(
 ) -> keras.Model:
     """Load a model with keras.saving.load_model, and make its optimizer distributed without losing its state.
 
-    The file does not hold the arguments of DistributedOptimizer, except the number of batches whose gradients are
-    accumulated. To pass others than `compression`, load the model with keras.saving.load_model and wrap
-    `model.optimizer`: also where backward_passes_per_step has summed the gradients, as they are averaged otherwise.
+    The file says which `op` and `backward_passes_per_step` the optimizer had, and whether these were averaged. To pass
+    other arguments than `compression`, load the model with keras.saving.load_model and wrap `model.optimizer`.
 
     Args:
         filepath: A .keras or .h5 file.
@@ -53,14 +53,21 @@ def load_model(
         raise UsageError("load_model: Keras 3 has no legacy optimizers: leave legacy_opts out")
     own = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     path = os.fspath(filepath)
-    custom = _with_makers(own | dict(custom_objects or {}), optimizer_class_in(path) or "")
+    kind, noted = optimizer_in(path)
+    custom = _with_makers(own | dict(custom_objects or {}), kind or "")
     model = keras.saving.load_model(path, custom_objects=custom)
     if getattr(model, "optimizer", None) is None:
         return model
     if path.endswith((".h5", ".hdf5")):
         model.optimizer = _with_state(model, path)
     if not is_distributed(model.optimizer):
-        DistributedOptimizer(model.optimizer, compression=compression)
+        DistributedOptimizer(
+            model.optimizer,
+            compression=compression,
+            op=OPS[noted.get("op", "Average")],
+            backward_passes_per_step=inner_of(model.optimizer).gradient_accumulation_steps or 1,
+            average_aggregated_gradients=noted.get("average_aggregated_gradients", True),
+        )
     return model
 
 

@@ -45,7 +45,8 @@ def failing_together(
     callbacks: Sequence[keras.callbacks.Callback],
     own: Sequence[keras.callbacks.Callback],
     ranks: Communicator,
-    waited_for: Sequence[keras.callbacks.Callback] = (),
+    alone: Sequence[keras.callbacks.Callback] = (),
+    waits: bool = True,
 ) -> list[keras.callbacks.Callback]:
     """Return callbacks for a CallbackList that raise the error of one rank's writer on all ranks.
 
@@ -58,15 +59,16 @@ def failing_together(
         callbacks: The user's callbacks.
         own: Those that this rank runs, from `on_this_rank`.
         ranks: Ranks that train together.
-        waited_for: Writers that only the first rank runs, and the others wait for; at the same places on every rank.
+        alone: Writers that only the first rank runs.
+        waits: Whether the others wait for these, which are at the same places on every rank.
     """
     kinds = WRITERS if ranks.size() > 1 else LOGGERS
-    running, waiting = ({id(c) for c in some} for some in (own, waited_for))
+    running, first = ({id(c) for c in some} for some in (own, alone))
     placed: list[keras.callbacks.Callback] = []
     for callback in callbacks:
-        if isinstance(callback, kinds) and id(callback) in running | waiting:
-            waits = ranks if id(callback) in waiting else None
-            placed.append(Writer(callback, id(callback) in running, waits))
+        if isinstance(callback, kinds) and id(callback) in running | first:
+            only = ranks if id(callback) in first else None
+            placed.append(Writer(callback, id(callback) in running, only, waits))
         elif id(callback) in running:
             placed.append(callback)
     return [*placed, RaiseAlike([c for c in placed if isinstance(c, Writer)], ranks)]
@@ -80,8 +82,9 @@ class Writer(keras.callbacks.Callback):
     Args:
         callback: Callback of one of the WRITERS.
         runs: Whether this rank runs it.
-        ranks: Ranks whose first one runs it, and whose others wait for it in the methods LONG, and while it saves
-            within an epoch, so that the stall check does not apply there. None: no rank waits.
+        ranks: Ranks of which only the first runs it, so that it must not call their collectives. None: all run it.
+        waits: Whether the others of `ranks` wait for it in the methods LONG, and while it saves within an epoch, so
+            that the stall check does not apply there.
     """
 
     LONG = ("on_train_begin", "on_epoch_end", "on_train_end")
@@ -91,12 +94,14 @@ class Writer(keras.callbacks.Callback):
         callback: keras.callbacks.Callback,
         runs: bool = True,
         ranks: Communicator | None = None,
+        waits: bool = True,
     ) -> None:
         super().__init__()
         self.hvdtrain_wrapped = callback
         self.name = type(callback).__name__
         self.runs = runs
         self.ranks = ranks
+        self.waits = waits
         self.error: Exception | None = None
         self.is_fatal = False
         self._logs = isinstance(callback, LOGGERS)
@@ -110,7 +115,7 @@ class Writer(keras.callbacks.Callback):
             ranks = self.ranks
             if ranks is None:
                 pass
-            elif hook in self.LONG or self._saves_now(hook, args, ranks, blocks):
+            elif self.waits and (hook in self.LONG or self._saves_now(hook, args, ranks, blocks)):
                 blocks.enter_context(first_rank_alone(ranks, f"callback {self.name}"))
             elif self.runs:
                 blocks.enter_context(without_others(ranks.ranks[:1]))

@@ -1,14 +1,16 @@
-"""Access to the internals of compiled losses. Tested with Keras 3.15."""
+"""Access to the internals of a compiled model's losses and metrics. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src import backend
 from keras.src.backend import get_keras_mask
 from keras.src.losses.loss import apply_mask
 
@@ -83,3 +85,66 @@ def needs_whole_batch(model: keras.Model) -> str | None:
                     "worker"
                 )
     return None
+
+
+def compute_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
+    """Return the compiled loss plus the model's own losses."""
+    return model._compute_loss(x=None, y=y, y_pred=y_pred, sample_weight=weight, training=training)
+
+
+def compiled_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, track: bool) -> Any:
+    """Return the compiled loss alone; with `track`, also update the running means of the outputs' losses."""
+    compiled = model._compile_loss
+    means = compiled._metrics
+    if not track:
+        compiled._metrics = [None] * len(means)
+    try:
+        return compiled(y, y_pred, weight)
+    finally:
+        compiled._metrics = means
+
+
+def added_losses(model: keras.Model) -> list[Any]:
+    """Return the losses that layers add (regularization and add_loss), as scalars."""
+    return [model._aggregate_additional_loss(loss) for loss in model.losses]
+
+
+def track_loss(model: keras.Model, loss: Any, examples: Any) -> None:
+    """Update the running mean "loss" in the logs with the `loss` of `examples` examples."""
+    model._loss_tracker.update_state(loss, sample_weight=examples)
+
+
+def build_compiled(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> None:
+    """Create the states of a compiled model's loss and metrics from symbolic predictions, labels and sample weights."""
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        backend.compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=weight)
+    if model._compile_loss is not None and not model._compile_loss.built:
+        backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
+
+
+def masks_itself(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> bool:
+    """Whether a loss of a built compiled model masks its own values (ignore_class), given symbolic tensors."""
+    masked: list[bool] = []
+    losses = compiled_losses(model)
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            values = call(*args)
+            masked.append(get_keras_mask(values) is not None)
+            return values
+
+        return watched
+
+    for loss in losses:
+        loss.call = watch(loss.call)
+    try:
+        backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
+    finally:
+        for loss in losses:
+            del loss.call
+    return any(masked)
+
+
+def drop_compiled(model: keras.Model) -> None:
+    """Remove the loss and metrics of a compiled model, except the running mean that `track_loss` updates."""
+    model._compile_loss = model._compile_metrics = None

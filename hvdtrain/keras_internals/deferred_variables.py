@@ -120,3 +120,13 @@ def keep_part(variable: Any, shard: Shard) -> None:
         with tf.init_scope():
             exchange_value(variable, value)
     mark_shard(variable, shard)
+
+
+def release(variable: Any) -> None:
+    """Drop the value of a Keras variable to free its memory; its shape and name stay, and its initial value is 0."""
+    variable._initializer, variable._value = keras.initializers.Zeros(), None
+
+
+def rename(variable: Any, path: str) -> None:
+    """Set the path of a Keras variable, from which an optimizer derives the names of its state."""
+    variable._path = path

@@ -6,17 +6,14 @@ tensors and returns tensors. A layer that is called twice has two calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
-from keras.src import backend, tree
+from keras.src import tree
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
-
-from hvdtrain.keras_internals.compiled_losses import compiled_losses
-from hvdtrain.keras_internals.variables import exchange_value
 
 Tensor = Any
 """A keras.KerasTensor: symbolic, compared by id()."""
@@ -118,79 +115,3 @@ def mask_of(tensor: Any) -> Any:
 def give_mask(tensor: Any, mask: Any) -> None:
     """Set the padding mask of `tensor`."""
     set_keras_mask(tensor, mask)
-
-
-def compute_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
-    """Return the compiled loss plus the model's own losses."""
-    return model._compute_loss(x=None, y=y, y_pred=y_pred, sample_weight=weight, training=training)
-
-
-def compiled_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, track: bool) -> Any:
-    """Return the compiled loss alone; with `track`, also update the running means of the outputs' losses."""
-    compiled = model._compile_loss
-    means = compiled._metrics
-    if not track:
-        compiled._metrics = [None] * len(means)
-    try:
-        return compiled(y, y_pred, weight)
-    finally:
-        compiled._metrics = means
-
-
-def added_losses(model: keras.Model) -> list[Any]:
-    """Return the losses that layers add (regularization and add_loss), as scalars."""
-    return [model._aggregate_additional_loss(loss) for loss in model.losses]
-
-
-def track_loss(model: keras.Model, loss: Any, examples: Any) -> None:
-    """Update the running mean "loss" in the logs with the `loss` of `examples` examples."""
-    model._loss_tracker.update_state(loss, sample_weight=examples)
-
-
-def build_compiled(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> None:
-    """Create the states of a compiled model's loss and metrics from symbolic predictions, labels and sample weights."""
-    if model._compile_metrics is not None and not model._compile_metrics.built:
-        backend.compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=weight)
-    if model._compile_loss is not None and not model._compile_loss.built:
-        backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
-
-
-def masks_itself(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> bool:
-    """Whether a loss of a built compiled model masks its own values (ignore_class), given symbolic tensors."""
-    masked: list[bool] = []
-    losses = compiled_losses(model)
-
-    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            values = call(*args)
-            masked.append(get_keras_mask(values) is not None)
-            return values
-
-        return watched
-
-    for loss in losses:
-        loss.call = watch(loss.call)
-    try:
-        backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
-    finally:
-        for loss in losses:
-            del loss.call
-    return any(masked)
-
-
-def drop_compiled(model: keras.Model) -> None:
-    """Remove the loss and metrics of a compiled model, except the running mean that `track_loss` updates."""
-    model._compile_loss = model._compile_metrics = None
-
-
-def release(variable: Any) -> None:
-    """Drop the value of a Keras variable to free its memory; its shape and name stay."""
-    if variable._value is not None:
-        variable._initializer = keras.initializers.Zeros()
-        variable._value = None
-
-
-def make_again(variable: Any) -> None:
-    """Recreate the tf.Variable inside a Keras variable, with its value, on the current device."""
-    if variable._value is not None:
-        exchange_value(variable, variable._value.numpy())

@@ -1,4 +1,4 @@
-"""Keras's files: the paths of a model's variables in a .keras file, and models recreated from a configuration.
+"""Keras's files: the paths of a model's variables in a .keras file, and what is read of a file by itself.
 
 Tested with Keras 3.15. A file identifies layers by class and position, not by name, so that models of the same
 structure can load each other's files.
@@ -7,22 +7,23 @@ structure can load each other's files.
 from __future__ import annotations
 
 import json
-import random
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
 import keras
+from keras.src.legacy.saving import saving_utils
 from keras.src.saving import saving_lib
 
-from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.optimizers import inner_of, is_scaled
+from hvdtrain.keras_internals.corrections import correct
+from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 
 OPTIMIZER = "optimizer"
 _VALUES = "vars"
+_NOTE = "hvdtrain"
 OPTIMIZER_VALUES = f"{OPTIMIZER}/{_VALUES}/"
 
 
@@ -125,88 +126,46 @@ def optimizer_class(config: dict[str, Any]) -> str | None:
     return found
 
 
-def optimizer_class_in(path: str) -> str | None:
-    """Return the class name of the optimizer in a .keras or .h5 file; None if it has none, or is neither."""
+def note_arguments() -> None:
+    """Let files say with which arguments a model's optimizer was made distributed, beside Keras's version. Idempotent.
+
+    Plain Keras does not read it: its own configuration of the optimizer must have no arguments but the class's.
+    """
+    correct(saving_lib, "_serialize_model_as_json", _with_note)
+    correct(saving_utils, "model_metadata", _with_note_in_hdf5)
+
+
+def _with_note(original: Callable[..., Any], model: Any) -> tuple[str, str]:
+    config, metadata = original(model)
+    return config, json.dumps(json.loads(metadata) | _note(model))
+
+
+def _with_note_in_hdf5(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(model, *args, **kwargs) | _note(model)
+
+
+def _note(model: Any) -> dict[str, Any]:
+    optimizer = getattr(model, "optimizer", None)
+    if not is_distributed(optimizer):
+        return {}
+    return {_NOTE: inner_of(optimizer).hvdtrain_reducer.reduction.arguments}
+
+
+def optimizer_in(path: str) -> tuple[str | None, dict[str, Any]]:
+    """Return the class name of the optimizer in a .keras or .h5 file, and the arguments of `note_arguments`.
+
+    None and {} if it has none, or is neither.
+    """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            text = saving_lib._safe_zip_read(archive, saving_lib._CONFIG_FILENAME)
-        return optimizer_class(json.loads(text))
+            config, metadata = (
+                json.loads(saving_lib._safe_zip_read(archive, name))
+                for name in (saving_lib._CONFIG_FILENAME, saving_lib._METADATA_FILENAME)
+            )
+        return optimizer_class(config), metadata.get(_NOTE, {})
     if not h5py.is_hdf5(path):
-        return None
+        return None, {}
     with h5py.File(path, "r") as file:
-        text = file.attrs.get("training_config", "{}")
-    return optimizer_class(
-        {"compile_config": {"optimizer": json.loads(text).get("optimizer_config")}}
-    )
-
-
-# Recreating models and optimizers.
-
-
-def plain_class(optimizer: Any) -> type:
-    """Return the class of an optimizer before it was made distributed or sharded."""
-    return next(
-        c
-        for c in type(optimizer).__mro__
-        if issubclass(c, keras.optimizers.Optimizer) and not hasattr(c, "hvdtrain_reduction")
-    )
-
-
-def plain_optimizer(optimizer: Any) -> Any:
-    """Return a new, unbuilt optimizer of the same configuration, neither distributed nor sharded.
-
-    Raises:
-        UsageError: The optimizer cannot be recreated from its configuration.
-    """
-    inner = inner_of(optimizer)
-    if not is_scaled(optimizer):
-        optimizer = inner
-    classes = [plain_class(inner), plain_class(optimizer), type(inner._learning_rate)]
-    try:
-        config = keras.saving.serialize_keras_object(optimizer)
-        return _made(config, {c.__name__: c for c in classes})
-    except Exception as error:  # A user's get_config and from_config may raise anything.
-        raise UsageError(
-            f"The optimizer {plain_class(optimizer).__name__} cannot be recreated from its configuration, which saving "
-            "a model or state that is divided over ranks requires: give its class a get_config that returns all that "
-            f"its constructor takes. Keras says: {error}"
-        ) from error
-
-
-def model_config(model: keras.Model) -> tuple[dict[str, Any], dict[str, type]]:
-    """Return a model's configuration without its compile arguments, and its custom layer classes by name."""
-    config = keras.saving.serialize_keras_object(model)
-    config.pop("compile_config", None)
-    custom = [
-        type(layer)
-        for layer in [model, *model._flatten_layers()]
-        if not type(layer).__module__.startswith("keras.")
-    ]
-    return config, {c.__name__: c for c in custom}
-
-
-def model_again(config: dict[str, Any], custom: dict[str, type]) -> keras.Model:
-    """Return a new model from a result of `model_config`, without a change to the state of Python's `random`.
-
-    Layers keep their names, which are in the configuration; names of variables depend on how the model is built.
-    """
-    state = random.getstate()
-    try:
-        return _made(config, custom)
-    finally:
-        random.setstate(state)
-
-
-def _made(config: dict[str, Any], custom: dict[str, type]) -> Any:
-    # Safe: the configuration was created in this process, not read from a file.
-    return keras.saving.deserialize_keras_object(config, custom_objects=custom, safe_mode=False)
-
-
-def rename(variable: Any, path: str) -> None:
-    """Set the path of a Keras variable, from which an optimizer derives the names of its state."""
-    variable._path = path
-
-
-def give_value(variable: Any, value: Any) -> None:
-    """Initialize a Keras variable without a value with `value`, on the current device."""
-    variable._initialize(value)
+        config, noted = (json.loads(file.attrs.get(n, "{}")) for n in ("training_config", _NOTE))
+    made = optimizer_class({"compile_config": {"optimizer": config.get("optimizer_config")}})
+    return made, noted

@@ -18,6 +18,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.elementwise import ELEMENTWISE
@@ -97,10 +98,10 @@ class SplitVariable(StepVariable):
 
     @property
     def value(self) -> Any:
-        if self.chosen is not None:
-            return self.parts[self.chosen]
         if self.in_step is not None:
             return self._maybe_autocast(self.in_step)
+        if self.chosen is not None:
+            return self.parts[self.chosen]
         whole = _joined(self.anchor, *[part.read_value() for part in self.parts])
         return self._maybe_autocast(tf.ensure_shape(whole, self._shape))
 
@@ -141,6 +142,9 @@ class SplitVariable(StepVariable):
             part.assign(piece)
 
     def add(self, difference: tf.Tensor) -> None:
+        if self.chosen is not None:
+            self.parts[self.chosen].assign_add(difference)
+            return
         pieces = tf.split(difference, [int(part.shape[0]) for part in self.parts])
         for part, piece in zip(self.parts, pieces, strict=True):
             part.assign_add(piece)
@@ -216,6 +220,8 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
 
     owners: dict[Any, tuple[Any, int]]
     """_unique_id of a part of a SplitVariable -> (the variable, index of the part)."""
+    counters: list[StepVariable]
+    """State on a server that belongs to no weight, such as Nadam's product of momenta."""
     arrival: tf.Operation | None
     """Operation of the last traced step that runs when all gradients are on the devices of their variables."""
 
@@ -264,14 +270,30 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
             )
         arrived = tf.group(*[g for g in gradients if g is not None])
         object.__setattr__(self, "arrival", arrived)
-        with tf.control_dependencies([arrived]):
+        with tf.control_dependencies([arrived]), _adding_changes(self.counters):
             self._decay(trainable_variables)
             super()._backend_update_step(gradients, variables, learning_rate)  # type: ignore[misc]
 
     def _distributed_tf_update_step(self, _: Any, grads_and_vars: Any, learning_rate: Any) -> None:
         for gradient, variable in grads_and_vars:
-            with self._standing_for(variable), tf.device(variable.device):
+            with tf.device(variable.device), self._slots_of(variable):
                 self.update_step(gradient, variable, learning_rate)  # type: ignore[attr-defined]
+
+    def assign(self, variable: Any, value: Any) -> None:
+        self._assign("assign", variable, value)
+
+    def assign_add(self, variable: Any, value: Any) -> None:
+        self._assign("assign_add", variable, value)
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        self._assign("assign_sub", variable, value)
+
+    def _assign(self, how: str, variable: Any, value: Any) -> None:
+        """Assign to a variable as it is in the step, if it has a value there; Keras would assign to its tf.Variable."""
+        if getattr(variable, "in_step", None) is None:
+            getattr(super(), how)(variable, value)
+        else:
+            getattr(variable, how)(tf.convert_to_tensor(value))
 
     def _apply_weight_decay(self, variables: Any) -> None:
         """Do nothing here: `_backend_update_step` applies weight decay later."""
@@ -301,16 +323,20 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
         with _adding_changes([average for average in averages if average is not None]):
             super()._update_model_variables_moving_average(trainable_variables)  # type: ignore[misc]
 
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Any) -> None:
+        with _adding_changes(trainable_variables):
+            BaseOptimizer._overwrite_model_variables_with_average_value(self, trainable_variables)
+
     @contextlib.contextmanager
-    def _standing_for(self, part: tf.Variable) -> Iterator[None]:
-        """Context in which the optimizer's slots for the variable of `part` represent those of the part."""
-        owner, number = self.owners.get(part._unique_id, (None, 0))
-        index = None if owner is None else self._get_variable_index(owner)  # type: ignore[attr-defined]
-        slots = [] if index is None else optimizer_slots(self)[index][1]
+    def _slots_of(self, variable: tf.Variable) -> Iterator[None]:
+        """Context in which the slots of a weight, or of the part that `variable` is of one, change by additions."""
+        _, number = self.owners.get(variable._unique_id, (None, None))
+        slots = optimizer_slots(self)[self._get_variable_index(variable)][1]  # type: ignore[attr-defined]
         for slot in slots:
             slot.chosen = number
         try:
-            yield
+            with _adding_changes(slots):
+                yield
         finally:
             for slot in slots:
                 slot.chosen = None
@@ -346,8 +372,12 @@ def update_where_variables_are(optimizer: Any) -> None:
             indices[part._unique_id] = index
             if isinstance(variable, SplitVariable):
                 owners[part._unique_id] = (variable, number)
+    slots = [slot for _, held in optimizer_slots(optimizer) for slot in held]
+    others = {id(v) for v in [*step_constants(optimizer), *slots]}
+    counters = [v for v in optimizer.variables if id(v) not in others]
     # Not through Keras's __setattr__, which would track (and save) these attributes.
     object.__setattr__(optimizer, "owners", owners)
+    object.__setattr__(optimizer, "counters", counters)
     object.__setattr__(optimizer, "arrival", None)
     object.__setattr__(optimizer, "_trainable_variables_indices", indices)
 

@@ -44,6 +44,12 @@ def exchange_value(variable: Any, value: Any) -> None:
     variable._value._unique_id = key
 
 
+def make_again(variable: Any) -> None:
+    """Recreate the tf.Variable inside a Keras variable, with its value, on the current device."""
+    if variable._value is not None:
+        exchange_value(variable, variable._value.numpy())
+
+
 def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
     """Assign to each of `variables` its value, in the variable's dtype."""
     for variable, value in zip(map(tf_variable, variables), values, strict=True):

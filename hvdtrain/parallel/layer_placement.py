@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.variables import make_again
 from hvdtrain.parallel.tensor.convert import Layers
 
 
@@ -98,7 +98,7 @@ def _put(layer: keras.layers.Layer, device: str) -> None:
     """Move a layer's variables to `device`, and build and call the layer there."""
     with tf.device(device):
         for variable in layer.variables:
-            graph_internals.make_again(variable)
+            make_again(variable)
     layer.build = _under(device, layer.build)
     layer.call = _under(device, layer.call)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.mesh import Position
-from hvdtrain.keras_internals import keras_files as model_files
+from hvdtrain.keras_internals.copies import plain_optimizer
 from hvdtrain.parallel.gather_scatter import Piece, State, gather, keep_state, local_state, scatter
 from hvdtrain.parallel.state_layout import WEIGHTS, Sender, pieces_of
 from hvdtrain.parallel.whole_model import unsplit_of
@@ -105,7 +105,7 @@ def _in_file(pieces: Iterable[Piece], has_state: bool) -> list[Piece]:
 def _with_plain_optimizer(model: keras.Model) -> Iterator[keras.Model]:
     sharded = model.optimizer
     with tf.device("CPU:0"):
-        plain = model_files.plain_optimizer(sharded)
+        plain = plain_optimizer(sharded)
         if sharded.built:
             plain.build(model.trainable_variables)
     model.optimizer = plain

@@ -14,9 +14,13 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals import keras_files as model_files
-from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, is_deferred
-from hvdtrain.keras_internals.graph import release
+from hvdtrain.keras_internals.copies import model_again, model_config, plain_optimizer
+from hvdtrain.keras_internals.deferred_variables import (
+    deferred_variables_of,
+    initialize,
+    release,
+    rename,
+)
 from hvdtrain.keras_internals.models import compile_like
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.keras_internals.variables import variable_name
@@ -54,7 +58,7 @@ def unsplit_of(model: keras.Model) -> Unsplit | None:
 def require_whole_optimizer(model: keras.Model) -> None:
     """Raise UsageError if `model` is a part and its optimizer could not be saved with the whole; before training."""
     if unsplit_of(model) is not None:
-        model_files.plain_optimizer(model.optimizer)
+        plain_optimizer(model.optimizer)
 
 
 class Unsplit:
@@ -74,9 +78,9 @@ class Unsplit:
     def __init__(self, model: keras.Model) -> None:
         self.variables: list[Any] = list(model.variables)
         try:
-            config, custom = model_files.model_config(model)
+            config, custom = model_config(model)
             with deferred_variables_of():
-                self._copy = model_files.model_again(config, custom)
+                self._copy = model_again(config, custom)
         except Exception as error:  # A user's get_config and from_config may raise anything.
             raise UsageError(
                 f"Model {model.name!r} cannot be recreated from its configuration, which saving a "
@@ -94,7 +98,8 @@ class Unsplit:
                 "their constructors were given?"
             )
         for variable, copy in zip(self.variables, self._copy.variables, strict=True):
-            model_files.rename(copy, variable_name(variable))
+            rename(copy, variable_name(variable))
+            release(copy)
 
     @contextmanager
     def whole(self, model: keras.Model) -> Iterator[keras.Model]:
@@ -105,9 +110,8 @@ class Unsplit:
         copy = self._copy
         with tf.device("CPU:0"):
             for variable in copy.variables:
-                if is_deferred(variable):
-                    model_files.give_value(variable, tf.zeros(variable.shape, variable.dtype))
-            optimizer = model_files.plain_optimizer(model.optimizer)
+                initialize(variable)
+            optimizer = plain_optimizer(model.optimizer)
             compile_like(copy, model, optimizer)
             if model.optimizer.built:
                 optimizer.build(copy.trainable_variables)

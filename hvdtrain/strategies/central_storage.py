@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError, warn_user
-from hvdtrain.keras_internals.graph import make_again
+from hvdtrain.keras_internals.variables import make_again
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.replica_steps import ReplicaSteps, require_plain
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals import keras_files as model_files
+from hvdtrain.keras_internals import keras_files
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import is_built
 from hvdtrain.keras_internals.optimizers import inner_of
@@ -52,10 +52,10 @@ def read_model(model: keras.Model, path: Path) -> bool:
     """
     require_built(model)
     try:
-        with model_files.opened(path) as (stored, config):
-            _check_weights(path, stored, model_files.stored_variables(model))
+        with keras_files.opened(path) as (stored, config):
+            _check_weights(path, stored, keras_files.stored_variables(model))
             has_state = _check_optimizer(path, stored, config, model.optimizer)
-        model_files.load_values(model, path, has_state)
+        keras_files.load_values(model, path, has_state)
     except UsageError:
         raise
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
@@ -76,7 +76,7 @@ def _check_weights(path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Pl
     for place, (variable, shape) in wanted.items():
         _check_shape(path, stored, place, variable, shape)
     for place, shape in stored.items():
-        if place not in wanted and not place.startswith(f"{model_files.OPTIMIZER}/"):
+        if place not in wanted and not place.startswith(f"{keras_files.OPTIMIZER}/"):
             raise UsageError(
                 f"load: {path} belongs to another model: it has a variable {place!r} of shape "
                 f"{list(shape)} that this model lacks"
@@ -108,11 +108,11 @@ def _check_optimizer(
 ) -> bool:
     """Return whether the file holds the state of this optimizer; raise UsageError if it is another optimizer's."""
     # Not the optimizer inside a LossScaleOptimizer: its variables are also stored as the outer one's.
-    theirs = [place for place in stored if place.startswith(model_files.OPTIMIZER_VALUES)]
-    wanted = model_files.optimizer_places(optimizer)
+    theirs = [place for place in stored if place.startswith(keras_files.OPTIMIZER_VALUES)]
+    wanted = keras_files.optimizer_places(optimizer)
     inner = inner_of(optimizer)
-    ours = model_files.plain_class(inner).__name__
-    name = model_files.optimizer_class(config) or "another optimizer"
+    ours = type(inner).__name__
+    name = keras_files.optimizer_class(config) or "another optimizer"
     if not theirs or (name == ours and len(theirs) <= NEW_OPTIMIZER < len(wanted)):
         return False
     if name != ours or len(theirs) != len(wanted):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Imported only when chosen, as strategies are.
 RUNNERS = {
-    "tensor": "hvdtrain.parallel.tensor.split_runner:SplitRunner",
+    "tensor": "hvdtrain.parallel.tensor.convert:SplitRunner",
     "pipeline": "hvdtrain.parallel.pipeline.stage_runner:StageRunner",
 }
 """Kind of parallelism -> class that builds the model and runs its steps."""

@@ -47,6 +47,11 @@ def test_elastic_state(results: Results) -> None:
         assert found == {"KerasState": states, "TensorFlowKerasState": states}
 
 
+def test_elastic_state_while_gradients_wait(results: Results) -> None:
+    for found in results.of("case_elastic_state_while_gradients_wait"):
+        assert found == {"optimizer": [2.0 - (0.5 + 1.0) / 2], "tape": [2.0 - (0.5 + 1.0) / 2]}
+
+
 def test_broadcast_with_local_variables(results: Results) -> None:
     for rank, found in enumerate(results.of("case_broadcast_with_local_variables")):
         assert found == {"local": [float(rank)], "shared": [1.0]}
@@ -97,7 +102,12 @@ def test_a_collective_on_one_rank(results: Results) -> None:
     """It would wait for the other rank, which waits for this one."""
     told = "a collective is called here, in which all workers must take part"
     for found in results.of("case_a_collective_on_one_rank"):
-        assert sorted(found) == ["first_rank_first", "on_epoch_end", "on_train_batch_end"]
+        hooks = [
+            f"{hook}, given {to}"
+            for hook in ("on_epoch_end", "on_train_batch_end")
+            for to in ("to all", "to rank 0")
+        ]
+        assert sorted(found) == ["first_rank_first", *hooks]
         assert [message for message in found.values() if told not in message] == []
 
 

@@ -13,7 +13,12 @@ from thread_ranks import thread_ranks
 
 from hvdtrain.collectives.step_context import Step, Total, in_step
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
+from hvdtrain.keras_internals.compiled_losses import (
+    build_compiled,
+    compiled_loss,
+    compute_loss,
+    needs_whole_batch,
+)
 from hvdtrain.strategies import losses
 from hvdtrain.strategies.losses import make_exact
 
@@ -46,7 +51,7 @@ class Ignoring(keras.losses.Loss):
 def compiled(loss: Any, shape: tuple[int | None, ...] = (None, 4, 3)) -> keras.Model:
     model = keras.Sequential([keras.layers.Input(shape[1:]), keras.layers.Dense(shape[-1])])
     model.compile(loss=loss)
-    graph_internals.build_compiled(model, model.outputs[0], keras.KerasTensor(shape), None)
+    build_compiled(model, model.outputs[0], keras.KerasTensor(shape), None)
     return model
 
 
@@ -60,9 +65,7 @@ def test_parts_add_up(reduction: str, kind: Any, masked: bool, weighted: bool) -
 
     def loss(rows: slice) -> Any:
         part = None if weight is None else weight[rows]
-        return graph_internals.compiled_loss(
-            model, Y[rows], predicted(rows, masked), part, track=False
-        )
+        return compiled_loss(model, Y[rows], predicted(rows, masked), part, track=False)
 
     wanted = float(loss(slice(None)))
     make_exact(model)
@@ -101,7 +104,7 @@ def test_a_loss_without_reduction_is_the_sum_of_its_entries() -> None:
         tensor = predicted(rows, masked=True)
         with tf.GradientTape() as tape:
             tape.watch(tensor)
-            loss = graph_internals.compute_loss(model, Y[rows], tensor, None, training=False)
+            loss = compute_loss(model, Y[rows], tensor, None, training=False)
             loss *= share
         return tape.gradient(loss, tensor).numpy()
 
@@ -142,7 +145,7 @@ def test_a_loss_of_one_number_is_warned_of_once_on_rank_0(
     with warnings.catch_warnings(record=True) as seen, in_step(step):
         warnings.simplefilter("always")
         for _ in range(2):
-            graph_internals.compiled_loss(model, Y, tf.constant(PREDICTED), None, track=False)
+            compiled_loss(model, Y, tf.constant(PREDICTED), None, track=False)
     messages = [str(one.message) for one in seen]
     assert len(messages) == (1 if rank == 0 else 0)
     assert all("is treated as a mean over the examples" in message for message in messages)

@@ -176,6 +176,21 @@ def test_loading_arguments(tmp_path: Path) -> None:
     assert getattr(hvd.load_model(path), "optimizer", None) is None
 
 
+@pytest.mark.parametrize("ending", ["keras", "h5"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_loaded_model_accumulates_as_before(ending: str, averaged: bool, tmp_path: Path) -> None:
+    """Horovod's default is to add up the gradients of backward_passes_per_step batches."""
+    passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": averaged}
+    model = trained(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01), op=hvd.Sum, **passes))
+    path = tmp_path / f"model.{ending}"
+    model.save(path)
+    loaded = hvd.load_model(path)
+    assert loaded.optimizer.hvdtrain_reducer.reduction.op == hvd.Sum
+    train(model)
+    train(loaded)
+    assert [w.tolist() for w in loaded.get_weights()] == [w.tolist() for w in model.get_weights()]
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam", "registered", "loss scale"])
 def test_copies(name: str) -> None:
     model = trained(hvd.DistributedOptimizer(OPTIMIZERS[name]()))

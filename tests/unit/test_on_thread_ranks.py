@@ -13,6 +13,7 @@ from thread_ranks import ThreadRanks, run_ranks, thread_ranks
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.consistency import any_rank
+from hvdtrain.collectives.gradient_accumulation import spread_accumulators
 from hvdtrain.collectives.mesh import Mesh, position_in
 from hvdtrain.collectives.metrics import average_logs, check_additive
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
@@ -373,6 +374,22 @@ def test_ranks_share_all_but_their_seeds() -> None:
         shared = {id(v) for v in shared_state(model, seed_variables(model))}
         assert {id(v) for v in model.trainable_variables} < shared
         assert {id(v) for v in model.optimizer.variables} < shared
+
+
+def test_who_has_trained_less_gets_the_mean_of_the_waiting_gradients() -> None:
+    """Rank 1 has joined: it has made no steps, and its accumulators hold nothing that counts."""
+
+    def work(ranks: ThreadRanks) -> float:
+        variable = keras.Variable([1.0])
+        optimizer = keras.optimizers.SGD(gradient_accumulation_steps=4)
+        optimizer.build([variable])
+        (waiting,) = optimizer._accumulated_gradients
+        waiting.value.assign([np.nan] if ranks.rank() == 1 else [4.0 + ranks.rank()])
+        optimizer._iterations.value.assign(0 if ranks.rank() == 1 else 3)
+        spread_accumulators([optimizer], 0, ranks)
+        return float(waiting[0])
+
+    assert on_ranks(work) == [5.0] * RANKS
 
 
 def test_objects_travel_within_a_process_set() -> None:

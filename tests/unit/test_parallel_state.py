@@ -24,7 +24,7 @@ from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras_internals import keras_files as model_files
+from hvdtrain.keras_internals.copies import plain_optimizer
 from hvdtrain.keras_internals.shards import Shard, mark_shard
 from hvdtrain.parallel.gather_scatter import (
     Entry,
@@ -37,7 +37,7 @@ from hvdtrain.parallel.gather_scatter import (
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.pipeline.stage_runner import StageRunner
 from hvdtrain.parallel.state_layout import COMMON, SLOTS, WEIGHTS, Sender, pieces_of
-from hvdtrain.parallel.tensor.split_runner import SplitRunner
+from hvdtrain.parallel.tensor.convert import SplitRunner
 from hvdtrain.parallel.whole_file import DividedState
 from hvdtrain.parallel.whole_model import Unsplit, make_part
 from hvdtrain.parallel.zero.sharded_optimizer import shard
@@ -307,7 +307,7 @@ class OwnSGD(keras.optimizers.SGD):
 
 
 def test_a_plain_optimizer_of_the_users_own_class() -> None:
-    plain = model_files.plain_optimizer(DistributedOptimizer(OwnSGD(0.2)))
+    plain = plain_optimizer(DistributedOptimizer(OwnSGD(0.2)))
     assert type(plain) is OwnSGD
     assert float(plain.learning_rate) == pytest.approx(0.2)
 
@@ -338,7 +338,7 @@ def test_an_optimizer_that_cannot_be_made_again_is_refused_before_training() -> 
 def test_a_plain_optimizer_inside_loss_scaling() -> None:
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     DistributedOptimizer(scaled)
-    plain = model_files.plain_optimizer(scaled)
+    plain = plain_optimizer(scaled)
     assert type(plain.inner_optimizer) is keras.optimizers.SGD
     assert plain.inner_optimizer.momentum == 0.9
     assert "hvdtrain_reducer" not in vars(plain.inner_optimizer)

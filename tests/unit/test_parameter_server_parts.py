@@ -118,6 +118,38 @@ def test_what_a_step_assigns_stays_in_the_step() -> None:
     assert float(variable.value) == 7.0
 
 
+class Interrupted(keras.optimizers.SGD):
+    """SGD with momentum; another worker adds 10 to the momenta while this one computes them."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        slot = self.momentums[self._get_variable_index(variable)]
+        found = slot * self.momentum - gradient * learning_rate
+        held = tf_variables(slot)[getattr(slot, "chosen", None) or 0]
+        held.assign_add(tf.fill(held.shape, 10.0))
+        self.assign(slot, found)
+        self.assign_add(variable, slot)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_momenta_keep_what_another_worker_adds(parts: int) -> None:
+    variable: Any = keras.Variable(np.zeros((6, 2), "float32"))
+    optimizer = Interrupted(0.5, momentum=0.5)
+    optimizer.build([variable])
+    (slot,) = optimizer.momentums
+    for one in (variable, slot):
+        if parts > 1:
+            pieces = [tf.Variable(p) for p in tf.split(one.value.read_value(), parts)]
+            split_value(one, pieces, tf.Variable(0.0))
+        else:
+            make_step_variable(one)
+    update_where_variables_are(optimizer)
+    step = tf.function(lambda g: optimizer.apply([g], [variable]), autograph=False)
+    step(tf.ones((6, 2)))
+    np.testing.assert_array_equal(slot.numpy(), np.full((6, 2), 9.5))
+    # The weights get the step that this worker has computed.
+    np.testing.assert_array_equal(variable.numpy(), np.full((6, 2), -0.5))
+
+
 def test_the_chief_names_who_is_missing() -> None:
     asked: list[str] = []
 

@@ -18,6 +18,7 @@ from thread_ranks import thread_ranks
 from hvdtrain.collectives.step_context import current_step
 from hvdtrain.data import Share
 from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.compiled_losses import build_compiled, drop_compiled
 from hvdtrain.keras_internals.models import metric_names
 from hvdtrain.parallel.pipeline.normalized_losses import are_late
 from hvdtrain.parallel.pipeline.stage_messages import Exchange
@@ -105,11 +106,11 @@ def make_steps(index: int, queues: Any, padded: bool) -> tuple[keras.Model, Pipe
             for given in (LABELS, WEIGHT)
         )
         batch = (symbolic, labels, weight)
-        graph_internals.build_compiled(stage.model, *batch)
+        build_compiled(stage.model, *batch)
         assert are_late(stage.model, stage.whole.outputs, batch)
         assert sorted(metric_names(stage.model)) == sorted(names)
     else:
-        graph_internals.drop_compiled(stage.model)
+        drop_compiled(stage.model)
     exchange = Exchange(stage, (0, 1, 2), Queues(index, queues))
     return stage.model, PipelineSteps(stage, exchange, alone, 3, LastStageMetrics(names, late=True))
 
@@ -172,5 +173,5 @@ def test_a_plain_mean_need_not_wait() -> None:
     model = keras.Sequential([layers.Input((3,)), layers.Dense(2)])
     model.compile("sgd", "mse")
     batch = (model.outputs[0], keras.KerasTensor((None, 2)), None)
-    graph_internals.build_compiled(model, *batch)
+    build_compiled(model, *batch)
     assert not are_late(model, model.outputs, batch)

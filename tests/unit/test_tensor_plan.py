@@ -20,7 +20,7 @@ from hvdtrain.keras_internals.deferred_variables import (
 )
 from hvdtrain.keras_internals.shards import Shard, shard_of
 from hvdtrain.parallel.tensor.convert import convert
-from hvdtrain.parallel.tensor.dropout import PartDropout
+from hvdtrain.parallel.tensor.split import PartDropout
 
 
 def position(index: int = 0, size: int = 2) -> Any:

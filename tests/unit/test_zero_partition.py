@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.collectives.packing import bounded_groups
-from hvdtrain.parallel.zero.partition import Partition
+from hvdtrain.parallel.zero.reducer import Partition
 
 
 @given(st.lists(st.integers(0, 7), max_size=3), st.integers(1, 9))

@@ -16,7 +16,12 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.compiled_losses import compiled_losses
+from hvdtrain.keras_internals.compiled_losses import (
+    added_losses,
+    compiled_loss,
+    compiled_losses,
+    masks_itself,
+)
 from hvdtrain.parallel.pipeline.stages import Stage
 
 
@@ -48,7 +53,7 @@ def are_late(model: keras.Model, outputs: Sequence[Any], batch: Sequence[Any]) -
     return bool(losses) and (
         any(graph_internals.mask_of(tensor) is not None for tensor in outputs)
         or any(loss.reduction == "mean_with_sample_weight" for loss in losses)
-        or graph_internals.masks_itself(model, *batch)
+        or masks_itself(model, *batch)
     )
 
 
@@ -80,12 +85,12 @@ class LateLosses:
             if masked
         ]
         self._counted, self._totals = [], None
-        graph_internals.compiled_loss(self._model, y, outputs, weight, track=False)
+        compiled_loss(self._model, y, outputs, weight, track=False)
         # TensorFlow gives no gradient for an argument that a function returns unchanged.
         return ForwardResult(
             [tf.identity(tensor) for tensor in flat],
             [tf.identity(mask) for mask in masks],
-            graph_internals.added_losses(self._model),
+            added_losses(self._model),
             tf.stack(self._counted) if self._counted else tf.zeros([0]),
         )
 
@@ -107,7 +112,7 @@ class LateLosses:
                 graph_internals.give_mask(tensor, next(masks))
         outputs = graph_internals.like_outputs(self._whole, flat)
         self._totals = tf.unstack(totals)
-        loss = graph_internals.compiled_loss(self._model, y, outputs, weight, track=True)
+        loss = compiled_loss(self._model, y, outputs, weight, track=True)
         assert not self._totals, "a loss counted and was not computed"
         return outputs, tf.add_n([loss, *(tf.cast(own, loss.dtype) for own in made.own)])
 

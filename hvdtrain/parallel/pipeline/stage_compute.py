@@ -7,12 +7,14 @@ passed as separate tensors, to the next stage or to the losses of the same one.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.collectives.sparse import Rows, are_made_once
 from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.compiled_losses import added_losses, compute_loss, track_loss
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch
 from hvdtrain.parallel.pipeline.normalized_losses import ForwardResult, LateLosses
@@ -40,34 +42,36 @@ class Passes:
         self._metrics = metrics
         self._functions: dict[Hashable, Callable[..., Any]] = {}
 
-    def train(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
-        """Run the forward pass of a micro-batch in training mode.
+    def forward(
+        self, kind: str, received: list[Any], part: MicroBatch
+    ) -> tuple[list[Any], list[Any], Any]:
+        """Run the forward pass of a micro-batch.
+
+        Args:
+            kind: "train", "test" or "predict".
+            received: Tensors from the previous stage.
+            part: The micro-batch.
 
         Returns:
-            The tensors to send to the next stage; the scaled loss as a list of at most one element; and on the last
-            stage the running logs, or the argument of `late_train`.
+            The tensors to send to the next stage; to train, the scaled loss as a list of at most one element; and on
+            the last stage the running logs, the argument of `late_loss`, or to predict the model's outputs.
         """
-        return self._call(self._train_pass, received, part)
+        x, y, weight = part.data
+        # One function for each size: Keras weights the losses of several outputs by the number of examples
+        # only if that is known while tracing.
+        function = self._function((kind, part.size), partial(self._forward, kind))
+        if not self._stage.is_last:
+            y = weight = None
+        own_x = x if self._stage.own_inputs else None
+        return function(received, own_x, y, weight, part.examples)
 
-    def test(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
-        """Like `train`, in inference mode and without a loss to differentiate."""
-        return self._call(self._test_pass, received, part)
-
-    def predict(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
-        """Like `test`, but the last stage returns the model's outputs instead of logs."""
-        return self._call(self._predict_pass, received, part)
-
-    def late_train(
-        self, made: ForwardResult, totals: tf.Tensor, part: MicroBatch
+    def late_loss(
+        self, kind: str, made: ForwardResult, totals: tf.Tensor, part: MicroBatch
     ) -> tuple[Any, list[Any]]:
         """Return the loss of a micro-batch from the result `made` of its forward pass, and the running logs."""
-        return self._call_late(self._late_train_pass, made, totals, part)
-
-    def late_test(
-        self, made: ForwardResult, totals: tf.Tensor, part: MicroBatch
-    ) -> tuple[Any, list[Any]]:
-        """Like `late_train`, without a loss to differentiate."""
-        return self._call_late(self._late_test_pass, made, totals, part)
+        _, y, weight = part.data
+        function = self._function(("late", kind, part.size), partial(self._late_loss, kind))
+        return function(made, totals, y, weight, part.examples)
 
     def rows_made_once(self, received: list[Any], x: Any) -> frozenset[int]:
         """Return the indices of the trainable variables whose rows are looked up once, for all examples of a batch.
@@ -109,51 +113,30 @@ class Passes:
         function = self._function(("apply", present, tuple(rows.items())), update)
         function([gradients[p] for p in present])
 
-    def _call(self, run: Callable[..., Any], received: list[Any], part: MicroBatch) -> Any:
-        x, y, weight = part.data
-        # One function for each size: Keras weights the losses of several outputs by the number of examples
-        # only if that is known while tracing.
-        function = self._function((run.__name__, part.size), run)
-        if not self._stage.is_last:
-            y = weight = None
-        own_x = x if self._stage.own_inputs else None
-        return function(received, own_x, y, weight, part.examples)
-
-    def _call_late(
-        self, run: Callable[..., Any], made: ForwardResult, totals: tf.Tensor, part: MicroBatch
+    def _forward(
+        self, kind: str, received: list[Any], x: Any, y: Any, weight: Any, examples: int
     ) -> Any:
-        _, y, weight = part.data
-        function = self._function((run.__name__, part.size), run)
-        return function(made, totals, y, weight, part.examples)
-
-    def _train_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
-        outputs, sent = self._run(received, x, training=True)
-        losses, found = self._losses(outputs, y, weight, examples, training=True)
+        training = kind == "train"
+        outputs, sent = self._run(received, x, training)
+        if kind == "predict":
+            return sent, [], outputs
+        losses, found = self._losses(outputs, y, weight, examples, training)
         optimizer = self._stage.model.optimizer
-        return sent, [optimizer.scale_loss(loss) for loss in losses], found
+        return sent, [optimizer.scale_loss(loss) for loss in losses if training], found
 
-    def _test_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
-        outputs, sent = self._run(received, x, training=False)
-        _, found = self._losses(outputs, y, weight, examples, training=False)
-        return sent, [], found
-
-    def _predict_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
-        del y, weight, examples
-        outputs, sent = self._run(received, x, training=False)
-        return sent, [], outputs
-
-    def _late_train_pass(
-        self, made: ForwardResult, totals: tf.Tensor, y: Any, weight: Any, examples: int
-    ) -> Any:
-        loss, found = self._late_test_pass(made, totals, y, weight, examples)
-        return self._stage.model.optimizer.scale_loss(loss), found
-
-    def _late_test_pass(
-        self, made: ForwardResult, totals: tf.Tensor, y: Any, weight: Any, examples: int
+    def _late_loss(
+        self,
+        kind: str,
+        made: ForwardResult,
+        totals: tf.Tensor,
+        y: Any,
+        weight: Any,
+        examples: int,
     ) -> Any:
         assert self._late is not None
         outputs, loss = self._late.loss(made, totals, y, weight)
-        return loss, self._logs(loss, outputs, y, weight, examples)
+        logs = self._logs(loss, outputs, y, weight, examples)
+        return self._stage.model.optimizer.scale_loss(loss) if kind == "train" else loss, logs
 
     def _losses(
         self, outputs: Any, y: Any, weight: Any, examples: int, training: bool
@@ -161,19 +144,19 @@ class Passes:
         """Return this stage's part of the loss ([] if none yet), and the last stage's logs or `ForwardResult`."""
         model = self._stage.model
         if not self._stage.is_last:
-            own = [tf.cast(loss, tf.float32) for loss in graph_internals.added_losses(model)]
+            own = [tf.cast(loss, tf.float32) for loss in added_losses(model)]
             losses = [tf.add_n(own)] if own else []
-            graph_internals.track_loss(model, losses[0] if losses else 0.0, examples)
+            track_loss(model, losses[0] if losses else 0.0, examples)
             return losses, []
         if self._late is not None:
             return [], self._late.count(outputs, y, weight)
-        loss = graph_internals.compute_loss(model, y, outputs, weight, training)
+        loss = compute_loss(model, y, outputs, weight, training)
         return [loss], self._logs(loss, outputs, y, weight, examples)
 
     def _logs(self, loss: Any, outputs: Any, y: Any, weight: Any, examples: int) -> list[Any]:
         """Update the loss and metrics with a micro-batch; return their running values."""
         model = self._stage.model
-        graph_internals.track_loss(model, loss, examples)
+        track_loss(model, loss, examples)
         logs, _ = self._metrics.count(
             lambda: model.compute_metrics(None, y, outputs, sample_weight=weight),
             tf.nest.flatten(outputs)[0].shape[0],
@@ -205,14 +188,10 @@ class Passes:
 
     def _function(self, key: Hashable, run: Callable[..., Any]) -> Callable[..., Any]:
         if key not in self._functions:
-            self._functions[key] = self._compiled(run)
+            eager = self._stage.model.run_eagerly
+            compiled = partial(tf.function, reduce_retracing=True, autograph=False)
+            self._functions[key] = run if eager else compiled(run)
         return self._functions[key]
-
-    def _compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        if self._stage.model.run_eagerly:
-            return run
-        function: Callable[..., Any] = tf.function(run, reduce_retracing=True, autograph=False)
-        return function
 
 
 def _with_rows(gradient: Any, rows: Rows | None) -> Any:

@@ -27,8 +27,13 @@ from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
 from hvdtrain.keras_internals.building import require_loss
-from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
-from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
+from hvdtrain.keras_internals.compiled_losses import (
+    build_compiled,
+    drop_compiled,
+    needs_whole_batch,
+    own_losses,
+)
+from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize, release
 from hvdtrain.keras_internals.models import compile_like, metric_names
 from hvdtrain.keras_internals.optimizer_state import keep_state_of
 from hvdtrain.parallel.layout import Layout
@@ -38,8 +43,7 @@ from hvdtrain.parallel.pipeline.stage_messages import Exchange
 from hvdtrain.parallel.pipeline.stage_steps import LastStageMetrics, PipelineSteps
 from hvdtrain.parallel.pipeline.stages import Stage, cut
 from hvdtrain.parallel.pipeline.transport import make_transport
-from hvdtrain.parallel.tensor.convert import Layers, split_model
-from hvdtrain.parallel.tensor.split_runner import SplitRunner
+from hvdtrain.parallel.tensor.convert import Layers, SplitRunner, split_model
 from hvdtrain.parallel.whole_model import make_part, require_whole_optimizer
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.gather import gather_predictions
@@ -87,7 +91,7 @@ class StageRunner(Runner):
         for variable in self.stage.model.variables:
             initialize(variable)
         for variable in self.stage.others:
-            graph_internals.release(variable)
+            release(variable)
         return self.stage.model
 
     def inputs(self, model: keras.Model) -> list[Any]:
@@ -112,9 +116,9 @@ class StageRunner(Runner):
         require_whole_optimizer(model)
         require_loss(model, self.stage.whole, data)
         if self.stage.is_last:
-            graph_internals.build_compiled(model, *self._symbolic_batch(data))
+            build_compiled(model, *self._symbolic_batch(data))
         else:
-            graph_internals.drop_compiled(model)
+            drop_compiled(model)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         facts = {

@@ -9,7 +9,7 @@ its own additions to the loss (weight penalties, add_loss) itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,18 +131,18 @@ class PipelineSteps(Steps):
         """Update the metrics, which the last stage holds, with `share`."""
         parts = micro_batches(share, self.count)
         with self._weighing(share):
-            found = self._forward(parts, self._passes.test)
+            found = self._forward(parts, "test")
             if self._late is not None:
                 totals = self._late.reduce_divisors(found)
                 for part, made in zip(parts, found, strict=True):
                     self._share.assign(part.weight)
-                    self._passes.late_test(made, totals, part)
+                    self._passes.late_loss("test", made, totals, part)
         self._exchange.flush()
         return self._metrics.logs({}, {})
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` on the last stage, None on the others."""
-        outputs = self._forward(micro_batches(share, self.count), self._passes.predict)
+        outputs = self._forward(micro_batches(share, self.count), "predict")
         self._exchange.flush()
         if not self._stage.is_last:
             return None
@@ -181,13 +181,13 @@ class PipelineSteps(Steps):
         if self._ranks.rank() == 0:
             warn_user(text)
 
-    def _forward(self, parts: Sequence[MicroBatch], run: Callable[..., Any]) -> list[Any]:
+    def _forward(self, parts: Sequence[MicroBatch], kind: str) -> list[Any]:
         """Run forward passes that have no backward passes; return the last stage's results."""
         everything = []
         for number, part in enumerate(parts):
             received = self._exchange.receive_forward(number, part.size)
             self._share.assign(part.weight)
-            sent, _, found = run(received, part)
+            sent, _, found = self._passes.forward(kind, received, part)
             if not self._stage.is_last:
                 self._exchange.send_forward(sent, part.size)
             everything.append(found)
@@ -242,7 +242,7 @@ class PipelineSteps(Steps):
         sources = self._with_gradients(received)
         with tf.GradientTape() as tape:
             tape.watch(sources)
-            sent, losses, found = self._passes.train(received, part)
+            sent, losses, found = self._passes.forward("train", received, part)
         if not self._stage.is_last:
             self._exchange.send_forward(sent, part.size)
         places = [c.differentiable and not mask for c, mask in tensors_of(self._stage.sent)]
@@ -253,7 +253,7 @@ class PipelineSteps(Steps):
         """Compute the loss of a micro-batch after its forward pass, under the same tape."""
         self._share.assign(part.weight)
         with opened.tape:
-            loss, found = self._passes.late_train(opened.found, totals, part)
+            loss, found = self._passes.late_loss("train", opened.found, totals, part)
         return replace(opened, losses=[loss], found=found)
 
     def _train_backward(

@@ -8,22 +8,18 @@ import keras
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred_variables import deferred_variables_of
 from hvdtrain.keras_internals.graph import give_mask, mask_of
-from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.group_collectives import copy_to_parts, gather_parts
 from hvdtrain.parallel.tensor.dense import RowParallelEinsumDense
-from hvdtrain.parallel.tensor.dropout import PartDropout
-from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
+from hvdtrain.parallel.tensor.split import PartDropout, SplitLayer, built_in_parts
 
 
 class _HeadsParallel(SplitLayer):
     """Mixin that splits an attention layer with projections `_query_dense` and so on."""
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        with deferred_variables_of(least=0) as waiting:
+        with built_in_parts(self):
             super().build(query_shape, value_shape, key_shape)  # type: ignore[misc]
-        split_and_initialize(self, waiting)
 
     def split(self) -> None:
         layer: Any = self
@@ -144,7 +140,3 @@ class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAtten
     ) -> None:
         super().__init__(head_dim, num_query_heads, num_key_value_heads, **kwargs)
         self.set_group(group)
-
-
-adopt_names(HeadsParallelAttention, keras.layers.MultiHeadAttention)
-adopt_names(HeadsParallelGroupedAttention, keras.layers.GroupQueryAttention)

@@ -1,4 +1,4 @@
-"""Split the layers of a Keras model according to a plan."""
+"""Split the layers of a Keras model according to a plan, for a mesh of data x tensor."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, i
 from hvdtrain.keras_internals.models import children, is_built
 from hvdtrain.keras_internals.optimizers import optimizer_slots
 from hvdtrain.keras_internals.shards import shard_of
+from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.tensor.attention import (
     HeadsParallelAttention,
     HeadsParallelGroupedAttention,
 )
 from hvdtrain.parallel.tensor.dense import ColumnParallelDense, RowParallelDense
-from hvdtrain.parallel.tensor.dropout import PartDropout
 from hvdtrain.parallel.tensor.elementwise_calls import is_elementwise_activation
 from hvdtrain.parallel.tensor.embedding import (
     ColumnParallelEmbedding,
     VocabularyParallelEmbedding,
 )
 from hvdtrain.parallel.tensor.flow import Graph, find_flow, graph_of
-from hvdtrain.parallel.tensor.split import SplitLayer
+from hvdtrain.parallel.tensor.split import PartDropout, SplitLayer
+from hvdtrain.parallel.whole_model import make_part, require_whole_optimizer
+from hvdtrain.strategies.runner import Runner
+from hvdtrain.strategies.strategy import ModelSource
 
 KINDS: dict[type, dict[str, type]] = {
     keras.layers.Dense: {"column": ColumnParallelDense, "row": RowParallelDense},
@@ -39,6 +42,32 @@ KINDS: dict[type, dict[str, type]] = {
     keras.layers.GroupQueryAttention: {"heads": HeadsParallelGroupedAttention},
 }
 """Layer class -> way to split it -> class of the split layer."""
+
+
+class SplitRunner(Runner):
+    """Runner on a rank that holds its parts of the layers that the layout names, and all other layers whole.
+
+    The ranks of a tensor set compute the same examples: they read the same share, draw the same dropout masks and hold
+    the same unsplit variables. `Trainer.model` is the model with split layers; its outputs are whole.
+
+    Args:
+        layout: Mesh, and the layers to split.
+        position: Position of this rank in the mesh.
+    """
+
+    def __init__(self, layout: Layout, position: Position) -> None:
+        super().__init__(position)
+        self._layout = layout
+
+    def build(self, model: ModelSource) -> keras.Model:
+        converted = convert(model, self._layout.split, self.position)
+        if self.position.mesh.tensor > 1:
+            make_part(converted, converted)
+        return converted
+
+    def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
+        require_whole_optimizer(model)
+        super().build_variables(model, data, what)
 
 
 def convert(

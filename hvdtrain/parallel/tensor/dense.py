@@ -8,8 +8,6 @@ import keras
 from keras import ops
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.keras_internals.deferred_variables import deferred_variables_of
-from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.group_collectives import (
     copy_to_parts,
     gather_parts,
@@ -17,7 +15,7 @@ from hvdtrain.parallel.group_collectives import (
     take_part,
 )
 from hvdtrain.parallel.tensor.elementwise_calls import is_elementwise_activation
-from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
+from hvdtrain.parallel.tensor.split import SplitLayer, built_in_parts
 
 
 class ColumnParallelDense(SplitLayer, keras.layers.Dense):
@@ -41,9 +39,8 @@ class ColumnParallelDense(SplitLayer, keras.layers.Dense):
         self.gather_output = gather_output
 
     def build(self, input_shape: Any) -> None:
-        with deferred_variables_of(least=0) as waiting:
+        with built_in_parts(self):
             super().build(input_shape)
-        split_and_initialize(self, waiting)
 
     def split(self) -> None:
         self._cut(self._kernel, 1)
@@ -88,9 +85,8 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
 
     def build(self, input_shape: Any) -> None:
         parts = self.group.size() if self.input_is_split else 1
-        with deferred_variables_of(least=0) as waiting:
+        with built_in_parts(self):
             super().build((*input_shape[:-1], input_shape[-1] * parts))
-        split_and_initialize(self, waiting)
         self.accept_input()
 
     def accept_input(self) -> None:
@@ -122,8 +118,3 @@ class RowParallelEinsumDense(SplitLayer, keras.layers.EinsumDense):
         if self.bias is not None:
             x = ops.add(x, self.bias)
         return x if self.activation is None else self.activation(x)
-
-
-adopt_names(ColumnParallelDense, keras.layers.Dense)
-adopt_names(RowParallelDense, keras.layers.Dense)
-adopt_names(RowParallelEinsumDense, keras.layers.EinsumDense)

@@ -9,35 +9,11 @@ from typing import Any
 
 import keras
 
-_ACTIVATIONS = frozenset(
-    [
-        "celu",
-        "elu",
-        "exponential",
-        "gelu",
-        "hard_shrink",
-        "hard_sigmoid",
-        "hard_silu",
-        "hard_tanh",
-        "leaky_relu",
-        "linear",
-        "log_sigmoid",
-        "mish",
-        "relu",
-        "relu6",
-        "selu",
-        "sigmoid",
-        "silu",
-        "soft_shrink",
-        "softplus",
-        "softsign",
-        "sparse_plus",
-        "squareplus",
-        "tanh",
-        "tanh_shrink",
-        "threshold",
-    ]
-)
+_ACTIVATIONS = (
+    *("celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu", "hard_tanh", "leaky_relu"),
+    *("linear", "log_sigmoid", "mish", "relu", "relu6", "selu", "sigmoid", "silu", "soft_shrink", "softplus"),
+    *("softsign", "sparse_plus", "squareplus", "tanh", "tanh_shrink", "threshold"),
+)  # fmt: skip
 _LAYERS = (
     keras.layers.ReLU,
     keras.layers.LeakyReLU,
@@ -51,32 +27,7 @@ _LAYERS = (
     keras.layers.Minimum,
 )
 # keras.activations applied to a tensor of a functional model are operations of these classes.
-_OPERATIONS = frozenset(
-    [
-        "Celu",
-        "Elu",
-        "Gelu",
-        "HardShrink",
-        "HardSigmoid",
-        "HardSilu",
-        "HardTanh",
-        "LeakyRelu",
-        "LogSigmoid",
-        "Relu",
-        "Relu6",
-        "Selu",
-        "Sigmoid",
-        "Silu",
-        "SoftShrink",
-        "Softplus",
-        "Softsign",
-        "SparsePlus",
-        "Squareplus",
-        "Tanh",
-        "TanhShrink",
-        "Threshold",
-    ]
-)
+_OPERATIONS = {name.title().replace("_", "") for name in _ACTIVATIONS}
 
 
 def is_elementwise_activation(activation: Any) -> bool:

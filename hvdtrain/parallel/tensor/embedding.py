@@ -9,10 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred_variables import deferred_variables_of
-from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.group_collectives import gather_parts, sum_parts
-from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
+from hvdtrain.parallel.tensor.split import SplitLayer, built_in_parts
 
 
 class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
@@ -29,9 +27,8 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
     def build(self, input_shape: Any = None) -> None:
         if self.built:
             return
-        with deferred_variables_of(least=0) as waiting:
+        with built_in_parts(self):
             super().build(input_shape)
-        split_and_initialize(self, waiting)
 
     def split(self) -> None:
         self._cut(self._embeddings, self._axis)
@@ -98,7 +95,3 @@ class ColumnParallelEmbedding(_ParallelEmbedding):
         vectors = tf.gather(keras.ops.convert_to_tensor(self._embeddings), self._words(inputs))
         vectors = keras.ops.cast(vectors, self.compute_dtype)
         return gather_parts(vectors, self.group, self.collective)
-
-
-adopt_names(VocabularyParallelEmbedding, keras.layers.Embedding)
-adopt_names(ColumnParallelEmbedding, keras.layers.Embedding)

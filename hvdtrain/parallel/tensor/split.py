@@ -8,13 +8,17 @@ whole size, so they load where nothing is split.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred_variables import initialize, keep_part
+from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize, keep_part
+from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.keras_internals.variables import variable_name
 from hvdtrain.parallel.group_collectives import sum_parts
@@ -23,12 +27,18 @@ _numbers = itertools.count()
 
 
 class SplitLayer:
-    """Base of split layers, listed before the Keras layer class."""
+    """Base of split layers, listed before the Keras layer class, whose name files get."""
 
     # Horovod's operations have no XLA kernels.
     supports_jit = False
     group: Communicator
     _collective: str | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        plain = next((one for one in cls.__mro__ if one.__module__.startswith("keras.")), None)
+        if plain is not None:
+            adopt_names(cls, plain)
 
     @property
     def collective(self) -> str:
@@ -82,8 +92,41 @@ class SplitLayer:
             split_variable(variable, axis, self.group, self.collective)
 
 
-def split_and_initialize(layer: Any, waiting: list[Any]) -> None:
-    """Split a layer that was just built by hand, then initialize its variables, which were created without values."""
+class PartDropout(SplitLayer, keras.layers.Dropout):
+    """Dropout whose input is one part, along `split_axis`, of a larger activation.
+
+    Every rank draws the whole mask from the same seed and uses its part, so that the mask equals that of the unsplit
+    model and differs between the parts.
+    """
+
+    split_axis = -1
+
+    def split(self) -> None:
+        """Do nothing: dropout has no weights, and its seed is not split."""
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        if not training or self.rate == 0:
+            return inputs
+        parts, axis = self.group.size(), self.split_axis % inputs.shape.rank
+        whole = tf.concat(
+            [
+                tf.shape(inputs)[:axis],
+                tf.shape(inputs)[axis : axis + 1] * parts,
+                tf.shape(inputs)[axis + 1 :],
+            ],
+            axis=0,
+        )
+        mask = keras.random.dropout(
+            tf.ones(whole, inputs.dtype), self.rate, seed=self.seed_generator
+        )
+        return inputs * tf.split(mask, parts, axis=axis)[self.group.rank()]
+
+
+@contextmanager
+def built_in_parts(layer: Any) -> Iterator[None]:
+    """Context in which Keras builds a split layer that was made by hand: only the values of the parts are made."""
+    with deferred_variables_of(least=0) as waiting:
+        yield
     layer.split()
     for variable in waiting:
         initialize(variable)

@@ -30,9 +30,9 @@ from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
 from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
+from hvdtrain.keras_internals.copies import plain_optimizer
 from hvdtrain.keras_internals.corrections import outside_clusters, prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
-from hvdtrain.keras_internals.keras_files import plain_optimizer
 from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import bytes_of, identity, tf_variable, variable_name
