@@ -16,6 +16,10 @@ from hvdtrain.errors import UsageError
 
 KERAS_DEFAULT = 32
 """Batch size of Keras for arrays, if no number of steps is given either."""
+_DIVIDE_BATCHES = {
+    f"_{name}Dataset"
+    for name in ("FlatMap", "Interleave", "ParallelInterleave", "Rebatch", "Unbatch", "Window")
+}
 
 
 def batch_examples(x: Any, batch_size: int | None, steps: int | None) -> tuple[int, Any]:
@@ -43,6 +47,14 @@ def batch_examples(x: Any, batch_size: int | None, steps: int | None) -> tuple[i
     return batch_size or KERAS_DEFAULT, x
 
 
+def is_generator(data: Any) -> bool:
+    """Return whether batches of `data` come one after the other, once.
+
+    Keras's older iterators over images (ImageDataGenerator.flow) are PyDatasets with items of any number.
+    """
+    return isinstance(data, Iterator) and not isinstance(data, keras.utils.PyDataset)
+
+
 def _of_dataset(dataset: tf.data.Dataset) -> int:
     """Return the batch size in the pipeline; to read a batch would change the order in which others come."""
     if not is_batched(dataset):
@@ -57,7 +69,9 @@ def _of_dataset(dataset: tf.data.Dataset) -> int:
 
 
 def _batch_size_in(dataset: Any) -> int | None:
-    """Return the size of the last `batch` in a pipeline."""
+    """Return the size of the last `batch` in a pipeline, if its batches stay as they are."""
+    if type(dataset).__name__ in _DIVIDE_BATCHES:
+        return None
     size = getattr(dataset, "_batch_size", None)
     if size is not None:
         return int(size)

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 from keras.src.trainers.trainer import Trainer as BaseTrainer
 
-from hvdtrain.adopt.batches import KERAS_DEFAULT, batch_examples
+from hvdtrain.adopt.batches import KERAS_DEFAULT, batch_examples, is_generator
 from hvdtrain.adopt.differences import differences_by_rounding, known_differences
 from hvdtrain.adopt.evaluations import Evaluation, depends_on_batches
 from hvdtrain.adopt.fit_writes import written_paths
@@ -229,7 +229,7 @@ class AdoptedFits:
         if adopted.trainer is None:
             raise UsageError("the workers have trained it on whole batches")
         x, callbacks = as_inputs(given["x"]), given["callbacks"]
-        if isinstance(x, Iterator):
+        if is_generator(x):
             raise UsageError("a generator can be read only once")
         arrays = is_arrays(x)
         data = unpack(x, given["y"], given["sample_weight"]) if arrays else x
@@ -257,7 +257,7 @@ class AdoptedFits:
             train, held_out = split_arrays(*train, given["validation_split"])
         own, data = batch_examples(train[0], given["batch_size"], given["steps_per_epoch"])
         size = self._growth.examples(own, self._rank.size)
-        if isinstance(data, Iterator):
+        if is_generator(data):
             data = Replayed(data, before.has_trained)
             given["x"] = data.again()
         trainer, trained = self._trainer_of(model, size)

@@ -58,16 +58,16 @@ def state_rules(before: np.ndarray, whole: np.ndarray, shares: Sequence[np.ndarr
     return rules
 
 
-def chosen(rules: set[str], is_equal: bool) -> str | None:
+def chosen(rules: set[str], is_weight: bool) -> str | None:
     """Return the rule to go by; None if several differ.
 
     Args:
         rules: Those that fit.
-        is_equal: Whether the results of all shares have the same bits.
+        is_weight: Whether it follows from gradients, which are the same on all ranks.
     """
     if "sum" not in rules and {"same", "mean"} <= rules:
-        # They are one, unless the shares differ by rounding.
-        return "same" if is_equal else "mean"
+        # The mean is right for both: shares that were alike so far (no padding, all correct) may differ later.
+        return "same" if is_weight else "mean"
     return next(iter(rules)) if len(rules) == 1 else None
 
 

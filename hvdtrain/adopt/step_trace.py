@@ -166,15 +166,15 @@ def merged(handles: Sequence[Any], states: Sequence[str], outputs: Sequence[str]
     """
 
     def merge(step: Callable[[], Any]) -> Any:
-        before = {place: read(handles[place]) for place, rule in enumerate(states) if rule == "sum"}
+        # Their changes are merged: the mean of values that are equal would round them in every step.
+        before = {
+            place: read(handles[place]) for place, rule in enumerate(states) if rule != "same"
+        }
         result = step()
         flat = tf.nest.flatten(result)
         results = [leaf for leaf in flat if leaf is not None]
-        after = {place: read(handles[place]) for place, rule in enumerate(states) if rule != "same"}
-        parts = {
-            ("state", p): value - before[p] if p in before else value for p, value in after.items()
-        }
-        rules = {("state", place): states[place] for place in after}
+        parts = {("state", p): read(handles[p]) - value for p, value in before.items()}
+        rules = {("state", place): states[place] for place in before}
         for place, rule in enumerate(outputs):
             if rule != "same":
                 rules["output", place] = rule
@@ -184,7 +184,7 @@ def merged(handles: Sequence[Any], states: Sequence[str], outputs: Sequence[str]
             if kind == "output":
                 results[place] = value
             else:
-                write(handles[place], before[place] + value if place in before else value)
+                write(handles[place], before[place] + value)
         given = iter(results)
         return tf.nest.pack_sequence_as(
             result, [None if leaf is None else next(given) for leaf in flat]

@@ -48,8 +48,8 @@ class StepTrial:
         self._handles: list[Any] = []
         self._rules: list[set[str]] = []
         """Of the results, and of the variables."""
-        self._equal: list[bool] = []
-        """Whether the shares of each have had the same bits so far."""
+        self._weights: list[bool] = []
+        """Which of them are variables of several numbers that have had the same bits on all shares so far."""
         self._reduction = "mean"
 
     def refuse(self, error: Exception) -> None:
@@ -150,12 +150,16 @@ class StepTrial:
             state_rules(old.numpy(), new.numpy(), shares)
             for old, new, shares in zip(before, after, everyone[count:], strict=True)
         ]
-        equal = [len({one.tobytes() for one in shares}) == 1 for shares in everyone]
+        weights = [False] * count
+        weights += [
+            shares[0].size > 1 and len({one.tobytes() for one in shares}) == 1
+            for shares in everyone[count:]
+        ]
         if self._rules:
             rules = [one & known for one, known in zip(rules, self._rules, strict=True)]
-            equal = [one and known for one, known in zip(equal, self._equal, strict=True)]
-        self._rules, self._equal = rules, equal
-        choice = [chosen(*one) for one in zip(rules, equal, strict=True)]
+            weights = [one and known for one, known in zip(weights, self._weights, strict=True)]
+        self._rules, self._weights = rules, weights
+        choice = [chosen(*one) for one in zip(rules, weights, strict=True)]
         found = ALL_RANKS.exchange([all(rules), choice], "adopted_rules")
         if any(one != [True, choice] for one in found):
             raise UsageError("its results on shares do not make that on the whole batch")

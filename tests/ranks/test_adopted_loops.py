@@ -18,6 +18,7 @@ TOLD = {
     "penalty": SHARED,
     "accumulated": SHARED,
     "embedding": SHARED,
+    "alike_at_first": SHARED,
     "mean_of_some": NO_SUM,
     "batch_normalization": NO_SUM,
     "dropout": "it draws random numbers",

@@ -74,6 +74,11 @@ def test_nothing_of_a_generator_is_lost() -> None:
         (iter(()), "yields nothing"),
         (iter([1.0]), "no arrays"),
         (DATASET.batch(3).concatenate(DATASET.batch(4)), "batch size of the tf.data.Dataset"),
+        (DATASET.batch(4).rebatch(2), "batch size of the tf.data.Dataset"),
+        (
+            DATASET.batch(4).flat_map(lambda *batch: tf.data.Dataset.from_tensors(batch)),
+            "batch size of",
+        ),
     ],
 )
 def test_unknown_batches(data: Any, message: str) -> None:

@@ -66,7 +66,7 @@ def test_whole_numbers_and_flags_are_compared_exactly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rules", "is_equal", "rule"),
+    ("rules", "is_weight", "rule"),
     [
         ({"sum"}, False, "sum"),
         ({"same", "mean"}, True, "same"),
@@ -76,8 +76,8 @@ def test_whole_numbers_and_flags_are_compared_exactly() -> None:
         (set(), True, None),
     ],
 )
-def test_only_one_rule_is_relied_upon(rules: set[str], is_equal: bool, rule: str | None) -> None:
-    assert chosen(rules, is_equal) == rule
+def test_only_one_rule_is_relied_upon(rules: set[str], is_weight: bool, rule: str | None) -> None:
+    assert chosen(rules, is_weight) == rule
 
 
 def test_gradients_may_differ_by_the_rounding_of_the_largest() -> None:

@@ -144,6 +144,17 @@ for name, ends in {"short": (0, 8, 16, 19, 27), "long": (0, 8, 16, 30, 38, 40), 
         found[f"{name}, {steps}"] += [model.evaluate(Items(ends), verbose=0)]
 """
 
+IMAGES = """
+turned = tf.keras.preprocessing.image.ImageDataGenerator(rescale=0.5, horizontal_flip=True)
+images = x.reshape(48, 2, 2, 1)
+model = keras.Sequential([keras.Input((2, 2, 1)), keras.layers.Flatten(), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(0.05), "mse")
+held = tf.keras.preprocessing.image.ImageDataGenerator().flow(images, y, batch_size=8, shuffle=False)
+flow = turned.flow(images, y, batch_size=8, shuffle=False, seed=1)
+fit = model.fit(flow, epochs=2, validation_data=held, verbose=0)
+found["steps"], found["predictions"] = int(model.optimizer.iterations), model.predict(held, verbose=0).shape
+"""
+
 WHOLE = """
 import random
 class Held(keras.layers.Layer):
@@ -169,6 +180,7 @@ SCRIPTS = {
     "states of rows": ROWS,
     "calls of callbacks": CALLED,
     "items of several lengths": ITEMS,
+    "iterators over images": IMAGES,
     "what every rank trains": WHOLE,
 }
 
