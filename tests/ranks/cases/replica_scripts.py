@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -34,12 +35,14 @@ def run(script: str, strategy: str, *arguments: str) -> dict[str, Any]:
         kept.append(self)
         build(self, *args, **kwargs)
 
-    keras.Model.compile = compile
     try:
-        with contextlib.redirect_stdout(printed):
+        # Removed afterwards: with a compile of its own, keras.Model would load models without compiling them.
+        with (
+            mock.patch.object(keras.Model, "compile", compile),
+            contextlib.redirect_stdout(printed),
+        ):
             runpy.run_path(str(SCRIPTS / script), run_name="__main__")
     finally:
-        keras.Model.compile = build
         sys.argv = before
         keras.config.set_dtype_policy("float32")
     (accuracy,) = re.findall(r"validation accuracy (\d\.\d+)", printed.getvalue())
