@@ -37,7 +37,7 @@ def batch_examples(x: Any, batch_size: int | None, steps: int | None) -> tuple[i
         return _of_dataset(x), x
     if isinstance(x, keras.utils.PyDataset):
         return examples_in(x[0]), x
-    if isinstance(x, Iterator):
+    if is_generator(x):
         first = next(x, None)
         if first is None:
             raise UsageError("The generator yields nothing")

@@ -48,6 +48,7 @@ from hvdtrain.keras_internals.models import (
 )
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 from hvdtrain.keras_internals.variables import (
+    optimizer_variables,
     seed_variables,
     tf_variable,
     unique,
@@ -330,8 +331,8 @@ class AdoptedFits:
         given = given | {"callbacks": on_this_rank(callbacks, self._rank.is_first)}
         given.pop("self")
         history = original(model, **given)
-        variables = [*model.variables, *(v for o in optimizers_of(model) for v in o.variables)]
-        copy_variables(unique([*variables, *untracked_variables(model)]), 0, ALL_RANKS)
+        found = [*model.variables, *optimizer_variables(model), *untracked_variables(model)]
+        copy_variables(unique(found), 0, ALL_RANKS)
         refresh_constants(model)
         history.history = ALL_RANKS.exchange(_plain(history.history), "adopted_history")[0]
         return history

@@ -202,9 +202,6 @@ def may_lift_limits() -> bool:
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY:
         return True
     status = Path("/proc/self/status")
-    found = (
-        re.search(r"^CapEff:\s*(\w+)$", status.read_text(errors="replace"), re.M)
-        if status.exists()
-        else None
-    )
+    text = status.read_text(errors="replace") if status.exists() else ""
+    found = re.search(r"^CapEff:\s*(\w+)$", text, re.M)
     return found is not None and bool(int(found[1], 16) >> CAP_SYS_RESOURCE & 1)

@@ -50,7 +50,9 @@ def checks(options: Options) -> list[Check]:
         "shared memory": lambda: [check_shared_memory(_SHM, os.statvfs)],
         # Those to which every run writes: logs, temporary files, and secret variables for its ranks.
         "folders": lambda: [
-            *(check_log_folder(environ), check_temporary_folder(environ), check_private_folder())
+            check_log_folder(environ),
+            check_temporary_folder(environ),
+            check_private_folder(),
         ],
         "limits": lambda: check_limits(resource.getrlimit, _INFINIBAND),
         "threads": lambda: check_threads(environ, available_cores(), cpu_quota()),

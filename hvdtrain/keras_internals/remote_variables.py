@@ -275,8 +275,10 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
             super()._backend_update_step(gradients, variables, learning_rate)  # type: ignore[misc]
 
     def _distributed_tf_update_step(self, _: Any, grads_and_vars: Any, learning_rate: Any) -> None:
+        slots = [held for _, held in optimizer_slots(self)]
         for gradient, variable in grads_and_vars:
-            with tf.device(variable.device), self._slots_of(variable):
+            index = self._get_variable_index(variable)  # type: ignore[attr-defined]
+            with tf.device(variable.device), self._updating(slots[index], variable):
                 self.update_step(gradient, variable, learning_rate)  # type: ignore[attr-defined]
 
     def assign(self, variable: Any, value: Any) -> None:
@@ -328,10 +330,9 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
             BaseOptimizer._overwrite_model_variables_with_average_value(self, trainable_variables)
 
     @contextlib.contextmanager
-    def _slots_of(self, variable: tf.Variable) -> Iterator[None]:
+    def _updating(self, slots: list[Any], variable: tf.Variable) -> Iterator[None]:
         """Context in which the slots of a weight, or of the part that `variable` is of one, change by additions."""
         _, number = self.owners.get(variable._unique_id, (None, None))
-        slots = optimizer_slots(self)[self._get_variable_index(variable)][1]  # type: ignore[attr-defined]
         for slot in slots:
             slot.chosen = number
         try:
