@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.runtime import Rank
+from hvdtrain.strategies.trial import varied
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -52,12 +54,25 @@ class StepArguments:
         They are a multiple of the number of ranks.
         """
         each = self.examples // rank.size
-        begin, end = rank.rank * each, (rank.rank + 1) * each
-        mine = [
-            leaf[begin:end] if _is_array(leaf) and leaf.shape[:1] == (self.examples,) else leaf
+        return self._with_batch(lambda leaf: leaf[rank.rank * each : (rank.rank + 1) * each])
+
+    def varied(self) -> StepArguments:
+        """Return the arguments with other labels and padding in some examples; see `trial.varied`."""
+
+        def other(leaf: Any) -> Any:
+            found = varied(tf.convert_to_tensor(leaf))
+            return leaf if found is None else found
+
+        args, kwargs = self._with_batch(other)
+        return StepArguments.of(args, kwargs)
+
+    def _with_batch(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with each array changed that has as many rows as the batch."""
+        found = [
+            change(leaf) if _is_array(leaf) and leaf.shape[:1] == (self.examples,) else leaf
             for leaf in self.leaves
         ]
-        args, kwargs = tf.nest.pack_sequence_as(self.structure, mine)
+        args, kwargs = tf.nest.pack_sequence_as(self.structure, found)
         return args, kwargs
 
 

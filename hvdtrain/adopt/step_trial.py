@@ -26,6 +26,8 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
 from hvdtrain.runtime import Rank
 
+_NO_SUM = "the gradients of its shares do not add up to those of the whole batch"
+
 Context = Callable[[Tracing], contextlib.AbstractContextManager[None]]
 
 
@@ -85,6 +87,8 @@ class StepTrial:
             whole = leaves_of(result)
             gradients = self._gradients(arguments, before, after, whole)
             found = self._on_share(before, gradients, arguments.share(rank))
+            if not self._rules:
+                self._try_others(before, arguments.varied(), rank)
             self._learn(before, after, whole, found)
         except (UsageError, tf.errors.OpError) as error:
             self.refuse(error)
@@ -133,7 +137,26 @@ class StepTrial:
             alike = same_gradients(whole, leaves_of(gradients))
             if all(ALL_RANKS.exchange(alike, "adopted_gradients")):
                 return [*leaves_of(result), *(one.numpy() for one in self._read())]
-        raise UsageError("the gradients of its shares do not add up to those of the whole batch")
+        raise UsageError(_NO_SUM)
+
+    def _try_others(self, before: Sequence[Any], others: StepArguments, rank: Rank) -> None:
+        """Compare the gradients for other labels and padding, which the script's batches may have later.
+
+        Raises:
+            UsageError: Those of the shares do not add up.
+        """
+        self._put(before)
+        args, kwargs = others.structure
+        try:
+            whole = leaves_of(self._whole(*args, **kwargs)[1])
+        except tf.errors.OpError:  # On all ranks: the step does not take them.
+            return
+        self._put(before)
+        args, kwargs = others.share(rank)
+        found = leaves_of(self._share(*args, **kwargs)[1])
+        known = all(np.isfinite(one).all() for one in whole)
+        if not all(ALL_RANKS.exchange(not known or same_gradients(whole, found), "adopted_others")):
+            raise UsageError(f"{_NO_SUM}, once labels or padding vary")
 
     def _learn(
         self,

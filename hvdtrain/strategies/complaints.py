@@ -95,8 +95,9 @@ def does_not_add_up(model: keras.Model, found: Sequence[Verdict]) -> str:
     """Return the error of a step whose gradients do not add up; `found`: the verdicts of all ranks."""
     worst = max(found, key=lambda each: each.gap)
     gap = f"{worst.gap:.0%}" if worst.gap >= 0.01 else f"{worst.gap:.1%}"
+    where = ", once labels or padding vary," if worst.varied else ""
     begin = (
-        "The gradients of the parts of a batch do not add up to those of the batch: that of "
+        f"The gradients of the parts of a batch do not add up{where} to those of the batch: that of "
         f"{worst.worst!r} differs by {gap}, and each worker has only a part of the "
         "batch. "
     )

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step_context import Step, in_step
-from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
+from hvdtrain.keras_internals.compiled_losses import has_loss_of_users, outputs_read_as_rows
 from hvdtrain.keras_internals.metric_calls import counted_metrics, metrics_of
 from hvdtrain.keras_internals.models import (
     gradients_of_all_taken,
@@ -47,6 +47,7 @@ from hvdtrain.strategies.trial import (
     rows_of,
     tolerance,
     unchanged,
+    varied,
 )
 
 EXAMPLES = 5
@@ -85,6 +86,7 @@ class Verdict:
             mean, and by another rule.
         counted: Indices in `counts_of` of the variables that grow by the sum over the parts.
         why_not: Reason why the step could not be judged.
+        varied: Whether they add up until labels or padding vary; see `trial.varied`.
     """
 
     as_mean: bool | None = None
@@ -97,6 +99,7 @@ class Verdict:
     unclear: tuple[int, ...] = ()
     counted: tuple[int, ...] = ()
     why_not: str = ""
+    varied: bool = False
 
 
 def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
@@ -110,14 +113,10 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
     size = int(tf.nest.flatten(data)[0].shape[0])
     if size == outputs_read_as_rows(model, data) > 2:
         return probe(model, rows_of(data, 0, size - 1), step)
-    parts, shares = in_parts(model, data)
-    verdict, moves = _verdict(model, data, parts, shares, step)
-    if verdict.as_mean is False and not verdict.as_sum and verdict.gap < NEAR_A_KINK:
-        aside = _aside(data)
-        others, _ = in_parts(model, aside)
-        again, _ = _verdict(model, aside, others, shares, step)
-        verdict = again if again.as_mean else verdict
-    kinds = _kinds(model, data, parts, shares) if moves else Kinds()
+    verdict, moves = _verdict(model, data, step)
+    if verdict.as_mean is not False or verdict.as_sum:
+        verdict = _with_others(verdict, model, data, step)
+    kinds = _kinds(model, data) if moves else Kinds()
     own = len(state_of(model))
     return replace(
         verdict,
@@ -146,8 +145,9 @@ def counts_of(model: keras.Model) -> list[tf.Variable]:
     return [v for v in found if v.dtype.is_floating]
 
 
-def _kinds(model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence[float]) -> Kinds:
+def _kinds(model: keras.Model, data: Any) -> Kinds:
     """Return how the variables of `state_of`, followed by those of `counts_of`, grow in a step."""
+    parts, shares = in_parts(model, data)
     variables = [*state_of(model), *counts_of(model)]
 
     def run(part: Any) -> None:
@@ -161,10 +161,17 @@ def _kinds(model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence
         return Kinds()  # The step may not run on a part; see _verdict.
 
 
-def _verdict(
-    model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence[float], step: Step
-) -> tuple[Verdict, bool]:
+def _verdict(model: keras.Model, data: Any, step: Step) -> tuple[Verdict, bool]:
     """Return the verdict on the gradients, and whether a step changes anything in `state_of` and `counts_of`."""
+    verdict, moves = _verdict_of_one_trial(model, data, step)
+    if verdict.as_mean is False and not verdict.as_sum and verdict.gap < NEAR_A_KINK:
+        again, _ = _verdict_of_one_trial(model, _aside(data), step)
+        verdict = again if again.as_mean else verdict
+    return verdict, moves
+
+
+def _verdict_of_one_trial(model: keras.Model, data: Any, step: Step) -> tuple[Verdict, bool]:
+    parts, shares = in_parts(model, data)
     once: tuple[int, ...] = ()
     moves = False
 
@@ -199,6 +206,26 @@ def _verdict(
     return Verdict(gap == 0, as_sum, worst, gap, once), moves
 
 
+def _with_others(verdict: Verdict, model: keras.Model, data: Any, step: Step) -> Verdict:
+    """Return the verdict of `data` and of examples with other labels and padding.
+
+    Keras's own losses need no second trial: they are known to be exact with any.
+    """
+    other = varied(data) if has_loss_of_users(model) else None
+    if other is None:
+        return verdict
+    again, _ = _verdict(model, other, step)
+    if again.as_mean is None or (again.as_mean, again.as_sum) == (verdict.as_mean, verdict.as_sum):
+        return verdict
+    return replace(
+        again,
+        as_mean=again.as_mean and verdict.as_mean is not False,
+        as_sum=again.as_sum and (verdict.as_sum or verdict.as_mean is None),
+        once=verdict.once,
+        varied=True,
+    )
+
+
 def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int, ...]:
     names = [variable_name(v) for v in model.trainable_variables]
     common = [n for n in whole.keys() & part.keys() if whole[n][2] and whole[n][2] == part[n][2]]
@@ -213,13 +240,13 @@ def _sum(found: Sequence[Marks], weights: Sequence[float]) -> Marks:
 
 
 def _aside(data: Any) -> Any:
-    """Return `data` with floating-point inputs changed by up to 1 % of the largest, each number otherwise."""
+    """Return `data` with each float changed by up to 1 %, some more than others; zeros, as of padding, stay."""
 
     def moved(leaf: tf.Tensor) -> tf.Tensor:
         if not leaf.dtype.is_floating:
             return leaf
         waves = tf.reshape(tf.cos(tf.range(tf.size(leaf), dtype=tf.float32)), tf.shape(leaf))
-        return leaf + 0.01 * tf.reduce_max(tf.abs(leaf)) * tf.cast(waves, leaf.dtype)
+        return leaf * tf.cast(1.0 + 0.01 * waves, leaf.dtype)
 
     return tf.nest.map_structure(moved, data)
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step_context import Step, in_step
+from hvdtrain.keras_internals.compiled_losses import has_loss_of_users
 from hvdtrain.keras_internals.metric_calls import counted_metrics
 from hvdtrain.keras_internals.models import gradients_of_all_taken, numbers_kept
 from hvdtrain.keras_internals.variables import tf_variable, values_kept
@@ -25,6 +26,7 @@ from hvdtrain.strategies.trial import (
     repeatable,
     tolerance,
     unchanged,
+    varied,
 )
 
 
@@ -43,6 +45,14 @@ def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
         with in_step(own):
             return float(model._compute_loss(x, y, model(x, training=False), weights, False))
 
+    other = varied(data) if has_loss_of_users(model) else None
+    kinds = {_kind(model, one, step, loss_of) for one in (data, other) if one is not None} - {""}
+    return "other" if len(kinds) > 1 else "".join(kinds)
+
+
+def _kind(
+    model: keras.Model, data: Any, step: Step, loss_of: Callable[[Any, Step | None], float]
+) -> str:
     tried = _tried(model, data, step, loss_of)
     if tried is None:
         return ""
