@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -324,6 +325,23 @@ def test_the_command(tmp_path: Path) -> None:
             CliRunner().invoke(report, [str(folder)], catch_exceptions=False)
     with pytest.raises(HvdtrainError, match="cannot be written"):
         CliRunner().invoke(report, [run, "-o", "/proc/x/y.html"], catch_exceptions=False)
+
+
+def test_links_and_devices_stay(tmp_path: Path) -> None:
+    """As root, replacing /dev/null would remove it from the machine."""
+    Run(tmp_path / "run").begin().epoch(1, loss=0.5)
+    link, pipe = tmp_path / "latest.html", tmp_path / "pipe"
+    link.symlink_to("page.html")
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    for path in (link, pipe):
+        words = [str(tmp_path / "run"), "-o", str(path)]
+        CliRunner().invoke(report, words, catch_exceptions=False)
+    assert link.is_symlink() and (tmp_path / "page.html").read_text().startswith("<!doctype")
+    reader.join(10)
+    assert pipe.is_fifo() and read[0].startswith("<!doctype")
 
 
 @pytest.mark.parametrize(
