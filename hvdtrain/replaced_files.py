@@ -18,11 +18,18 @@ from hvdtrain.rank_variables import rank_of
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file to write, which then replaces `path`; remove it if writing fails.
 
-    Ranks that write the same file, by a mistake in the script, have a temporary one each.
+    A symbolic link is kept, and points to the new file. What is no plain file, such as a device, and a file in a folder
+    that takes no other, is written in place. Ranks that write the same file, by a mistake in the script, have a
+    temporary one each.
 
     Raises:
         OSError: The file cannot be written, and the old one is still there.
     """
+    path = path.resolve()
+    is_plain = path.is_file() or not path.exists()
+    if not (is_plain and os.access(path.parent, os.W_OK)):
+        yield path
+        return
     temporary = beside(path, rank_of(os.environ))
     try:
         yield temporary

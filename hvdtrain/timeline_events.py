@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.errors import UsageError
 
 PIECE = 2**20
 """Number of characters to read at a time."""
@@ -31,8 +31,7 @@ class Events:
         damaged: Number of places so far that hold no event, such as half of one.
 
     Raises:
-        UsageError: During iteration, if the file is not a timeline.
-        EngineError: During iteration, if the file cannot be read.
+        UsageError: During iteration, if the file cannot be read, or is not a timeline.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +53,7 @@ class Events:
                     more = file.read(PIECE)
                     text = (yield from self._complete(text, not more)) + more
         except OSError as error:
-            raise EngineError(f"{self._path} cannot be read: {error.strerror or error}") from error
+            raise UsageError(f"{self._path} cannot be read: {error.strerror or error}") from error
 
     def refused(self, why: str) -> UsageError:
         """Return the error for a file that is not a timeline; `why` completes "<path> is ..."."""

@@ -35,6 +35,7 @@ from hvdtrain.launch.container.container_engine import (
     check_image,
     find_container_engine,
 )
+from hvdtrain.launch.user_files import check_script
 
 # Options of a run on several hosts.
 _OF_SEVERAL_HOSTS = {"hosts", "hostfile", "host_discovery_script"}
@@ -166,8 +167,7 @@ def _check_paths(said: Mapping[str, Any], container: Container, machine: Machine
         check_reachable(files, container, machine)
         return
     check_reachable([*files, script], container, machine)
-    if not (machine.folder / script).is_file():
-        raise UsageError(f"no such script: {script} (in {machine.folder})")
+    check_script(script)
 
 
 def _engine(wanted: str, dry_run: bool) -> ContainerEngine:

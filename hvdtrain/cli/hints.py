@@ -32,6 +32,10 @@ _INSTEAD = {
         _ONCE,
     ),
     **dict.fromkeys(("multi_gpu", "no_python"), "leave it out: hvdtrain run detects it"),
+    **dict.fromkeys(
+        ("nproc", "nprocs", "num_procs", "num_workers", "ntasks", "world_size"),
+        "-np N sets the number of workers",
+    ),
     "mixed_precision": "set it in the script: hvdtrain.Trainer(..., precision=...)",
     # For commands where it is not an alias of -np.
     "gpus": "--gpus-per-node N requests GPUs from Slurm, -np N sets the number of workers",

@@ -15,11 +15,13 @@ import click
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.log_folder import LOGS, is_running
 from hvdtrain.launch.running.processes import start
+from hvdtrain.launch.running.run_status import read_status
 from hvdtrain.launch.running_jobs import Job, find_jobs, the_job
 from hvdtrain.launch.slurm.job_queue import follow_job
 from hvdtrain.signals import shell_code
 
 POLL_SECONDS = 0.2
+_MOST_NAMED = 5
 
 
 @click.command()
@@ -67,8 +69,7 @@ def _show(job: Job, follow: bool) -> int:
 def _folder(job: str | None) -> Path | Job:
     """Return the log folder, or the job if it has none."""
     if job is None:
-        found = sorted((p for p in LOGS.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
-        if not found:
+        if not (found := _log_dirs()):
             raise UsageError(
                 f"there are no logs in {LOGS} here: specify a job that hvdtrain ps lists"
             )
@@ -76,8 +77,22 @@ def _folder(job: str | None) -> Path | Job:
     for folder in (Path(job), LOGS / job):
         if job and folder.is_dir():
             return folder
-    one = the_job(job, find_jobs())
+    try:
+        one = the_job(job, find_jobs())
+    except UsageError as error:
+        names = ", ".join(path.name for path in _log_dirs()[-_MOST_NAMED:])
+        raise UsageError(f"{error}; latest in {LOGS}: {names or 'none'}") from None
     return one.log_dir or one
+
+
+def _log_dirs() -> list[Path]:
+    """Return the log folders here, in the order in which their runs were started."""
+    return sorted((path for path in LOGS.glob("*") if path.is_dir()), key=_started)
+
+
+def _started(folder: Path) -> float:
+    status = read_status(folder)
+    return status.started if status is not None else folder.stat().st_mtime
 
 
 def _new(path: Path, folder: Path, follow: bool) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import click
 
 from hvdtrain.launch.running_jobs import Job, find_jobs
+from hvdtrain.view.live_view import duration
 
 _COLUMNS = ("JOB", "KIND", "STATE", "RANKS", "PHASE", "STEP", "TIME", "COMMAND")
 
@@ -39,7 +40,7 @@ def _row(job: Job) -> tuple[str, ...]:
         str(status.ranks) if status and status.ranks else "-",
         (status.phase if status else "") or "-",
         str(status.step) if status and status.step else "-",
-        _duration(job.seconds),
+        "-" if job.seconds is None else duration(job.seconds),
         job.command,
     )
 
@@ -47,12 +48,3 @@ def _row(job: Job) -> tuple[str, ...]:
 def _in_one_line(text: str) -> str:
     """Escape non-printable characters: a command may contain any, and some move the cursor."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _duration(seconds: float | None) -> str:
-    """Format a duration, such as 0:42, 3:07 or 26:03:07."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

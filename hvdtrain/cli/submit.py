@@ -17,14 +17,14 @@ from hvdtrain.cli.forwarded_options import RunPart, ThroughRun
 from hvdtrain.cli.hidden_values import conceal_secrets, without_values
 from hvdtrain.cli.launch_options import PATH
 from hvdtrain.environment import EXIT_INTERRUPTED
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import check_bounds, check_image, check_servers
 from hvdtrain.launch.rank_program import program_given
 from hvdtrain.launch.secrets import variable_to_pass
-from hvdtrain.launch.slurm.job_queue import SCRIPTS, follow_job, sbatch_argv, submit_job
+from hvdtrain.launch.slurm.job_queue import SCRIPTS, JobRefused, follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning, secret_words
 from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import HOROVOD, choose_strategy
@@ -112,7 +112,13 @@ def submit(
     _write(path, batch_script(request), replacing=script_file is not None)
     _make_folder(Path(request.output).parent)
     os.environ.update(secret_words(request.command))  # The job inherits this environment.
-    job_id = submit_job(path)
+    try:
+        job_id = submit_job(path)
+    except HvdtrainError as error:
+        # A rejected script may be looked at; nobody asked for the others.
+        if script_file is None and not isinstance(error, JobRefused):
+            path.unlink()
+        raise
     click.echo(job_id)
     # Each job of an array has its own number.
     known = {} if request.array else {"%x": request.job_name, "%j": job_id}

@@ -61,4 +61,6 @@ def top(run_dir: Path, once: bool) -> None:
 def _state(run: RunRecord) -> str:
     if run.end or run.is_live:
         return run.state
-    return f"no activity for {time.time() - run.clock:,.0f} s (killed?)"
+    from hvdtrain.report.page import duration
+
+    return f"no activity for {duration(time.time() - run.clock)} (killed?)"

@@ -43,12 +43,11 @@ def _save(
 
 
 def _local_file(filepath: Any) -> Path | None:
-    """Return the file to write; None if it is no local .keras or .h5 file, or its folder is not writable."""
+    """Return the file to write; None if it is no local .keras or .h5 file."""
     if not isinstance(filepath, str | os.PathLike) or file_utils.is_remote_path(str(filepath)):
         return None
-    path = Path(filepath).resolve()  # A symbolic link is kept, and points to the new file.
-    plain = path.suffix in _SUFFIXES and (path.is_file() or not path.exists())
-    return path if plain and os.access(path.parent, os.W_OK) else None
+    path = Path(filepath).resolve()  # The type is derived from the name of the file itself.
+    return path if path.suffix in _SUFFIXES else None
 
 
 def _save_backup(original: Callable[..., Any], self: Any) -> None:

@@ -132,7 +132,7 @@ def mpi_words(option: str, text: str) -> list[str]:
 
 def check_bounds(option: Option, value: Any) -> None:
     """Check that a number is within the option's bounds. Raises UsageError if not."""
-    least, most = option.least, option.most
+    unit = f" {option.metavar.lower()}" if option.metavar in {"SECONDS", "MILLISECONDS"} else ""
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
@@ -141,17 +141,17 @@ def check_bounds(option: Option, value: Any) -> None:
             raise UsageError(
                 f"{option.name} {number}: must be a finite number, at most {sys.maxsize}"
             )
-        enough = least is None or number >= least
-        if not enough or not (most is None or number <= most):
-            raise UsageError(f"{option.name} {number}: must be {_range(option)}")
+        _check_range(option.name, number, option.least, option.most, unit)
 
 
-def _range(option: Option) -> str:
-    least, most, metavar = option.least, option.most, option.metavar
-    if most is not None:
-        return f"a number from {least} to {most}"
-    unit = f" {metavar.lower()}" if metavar in {"SECONDS", "MILLISECONDS"} else ""
-    return f"at least {least}{unit.removesuffix('s') if least == 1 else unit}"
+def _check_range(
+    name: str, number: float, least: float | None, most: float | None, unit: str = ""
+) -> None:
+    if least is not None and number < least:
+        unit = unit.removesuffix("s") if least == 1 else unit
+        raise UsageError(f"{name} {number}: must be at least {least}{unit}")
+    if most is not None and number > most:
+        raise UsageError(f"{name} {number}: must be a number from {least} to {most}")
 
 
 def check_servers(strategy: str, workers: int | None, servers: int | None) -> None:
@@ -161,8 +161,8 @@ def check_servers(strategy: str, workers: int | None, servers: int | None) -> No
             raise UsageError(
                 f"{option} is for --strategy {PARAMETER_SERVER}; for Horovod's workers use -np N"
             )
-        if number is not None and not 1 <= number <= MOST_SLOTS:
-            raise UsageError(f"{option} {number}: must be a number from 1 to {MOST_SLOTS}")
+        if number is not None:
+            _check_range(option, number, 1, MOST_SLOTS)
 
 
 def check_image(image: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from difflib import get_close_matches
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
@@ -51,6 +52,11 @@ def check_script(script: Path) -> None:
         raise UsageError(f"{script} is a folder: pass the training script")
     if not script.is_file():
         raise UsageError(f"no such script: {script} (in {Path.cwd()}){_meant(script)}")
+    if script.suffix == ".ipynb":
+        raise UsageError(
+            f"{script} is a notebook: convert it to a script (jupyter nbconvert --to script {script}), or call "
+            "hvdtrain.launch in it"
+        )
     try:
         script.open("rb").close()
     except OSError as error:
@@ -64,4 +70,6 @@ def _meant(script: Path) -> str:
     module = Path(*str(script).split("."))
     if Path(f"{module}.py").is_file() or (module / "__main__.py").is_file():
         return f". Did you mean -m {script}?"
-    return ""
+    beside = {path.stem: path for path in script.parent.glob("*.py") if path.is_file()}
+    close = get_close_matches(script.stem, beside, n=1)
+    return f". Did you mean {beside[close[0]]}?" if close else ""

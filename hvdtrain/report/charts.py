@@ -10,7 +10,7 @@ from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.report.drawing import COLOURS, drawing
-from hvdtrain.report.run_record import Point, RunRecord
+from hvdtrain.report.run_record import OUTSIDE, Point, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +21,6 @@ WIDTH, HEIGHT = 5.0, 3.1
 """Size in inches; a page shows charts at about this size, so that their text is as large as the text around them."""
 RANKS_SHOWN = 32
 """Maximum number of rows in the chart of workers: those with the most seconds outside of steps."""
-OUTSIDE = {"input": "waiting for data", "callbacks": "callbacks", "saving": "saving"}
-"""Phase of a worker outside of steps -> its name in the chart."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError
 from hvdtrain.event_intervals import longest_silence
 
-Values = Mapping[str, float]
+_LATEST = 253_370_764_800  # The year 9999: no clock shows a later one.
+OUTSIDE = {"input": "waiting for data", "callbacks": "callbacks", "saving": "saving"}
+"""Phase of a worker outside of steps, in which the others wait -> its name in a chart."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Point:
 
     step: int
     seconds: float
-    values: Values
+    values: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Epoch(Point):
 
     Attributes:
         number: Number of the epoch, from 1.
-        ranks: Phase -> seconds of each rank; empty with one worker.
+        ranks: Phase of OUTSIDE, or "seconds" for the whole epoch -> seconds of each rank; empty with one worker.
     """
 
     number: int
@@ -168,7 +170,7 @@ class RunRecord:
         ranks = next((one.ranks for one in reversed(self.epochs) if one.ranks), None)
         if not ranks:
             return None
-        outside = {phase: ranks.get(phase, ()) for phase in ("input", "callbacks", "saving")}
+        outside = {phase: ranks[phase] for phase in OUTSIDE}
         sums = [sum(each) for each in zip(*outside.values(), strict=True)]
         rank = max(range(len(sums)), key=sums.__getitem__)
         behind = {phase: one[rank] - median_low(one) for phase, one in outside.items()}
@@ -246,9 +248,10 @@ def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
             event = _loaded(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+        clock = event.get("time") if isinstance(event, dict) else None
+        if isinstance(clock, int | float) and 0 <= clock < _LATEST:
             yield event
 
 
@@ -263,7 +266,7 @@ def _loaded(text: str) -> Any:
 def _config(path: Path) -> dict[str, Any]:
     try:
         found = _loaded(path.read_text(errors="replace"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -349,7 +352,7 @@ class RunReader:
             take = self._takers.get(event.get("event", ""))
             if take is not None:
                 take(event, clock)
-        except (AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return
         self.clock = max(self.clock, clock)
 
@@ -420,9 +423,9 @@ class RunReader:
         shown = _shown(values)
         if not shown and self.place is not None:
             shown = dict(self.place.values)
-        self.place = PassProgress(title, epoch, step, steps, speed, shown)
-        done = _done(self.place, self.epochs_planned)
-        self._placed = clock
+        place = PassProgress(title, epoch, step, steps, speed, shown)
+        done = _done(place, self.epochs_planned)
+        self.place, self._placed = place, clock
         # Measure from here, not from the beginning: the first step includes tracing.
         if self._first is None and done is not None:
             self._first = clock, done
@@ -446,8 +449,9 @@ class RunReader:
 
     def _ranks(self, event: Mapping[str, Any], clock: float) -> None:
         found = self.epochs[int(event["epoch"])]
-        phases = {name: one for name, one in event.items() if isinstance(one, list)}
-        ranks = {name: [float(seconds) for seconds in one] for name, one in phases.items()}
+        ranks = {name: [float(one) for one in event[name]] for name in (*OUTSIDE, "seconds")}
+        if any(len(one) != len(ranks["seconds"]) for one in ranks.values()):
+            return
         self.epochs[found.number] = replace(found, ranks=ranks)
 
     def _checkpoint(self, event: Mapping[str, Any], clock: float) -> None:

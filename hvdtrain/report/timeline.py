@@ -98,8 +98,7 @@ def read_timeline(path: Path) -> Summary:
         path: Path of the file, which may be cut off anywhere.
 
     Raises:
-        UsageError: If it is not a timeline of Horovod, or holds no operation.
-        EngineError: If the file cannot be read.
+        UsageError: If the file cannot be read, is not a timeline of Horovod, or holds no operation.
     """
     events = Events(path)
     tally = _Tally()

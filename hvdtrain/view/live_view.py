@@ -75,7 +75,7 @@ def render(run: RunRecord, screen: Screen) -> list[Line]:
     rows: list[list[Part]] = []
     if run.place is not None:
         has_time = run.seconds_left is not None and not run.end
-        left = f"{_time(run.seconds_left or 0)} left" if has_time else ""
+        left = f"{duration(run.seconds_left or 0)} left" if has_time else ""
         rows.append(_bar(run.place.title, run.done, left, screen))
         rows.append(_facts(run, run.place, screen))
     if run.other_pass is not None:
@@ -201,7 +201,7 @@ def _line(parts: Iterable[Part], screen: Screen) -> Line:
     return Line(text, screen.width - room)
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Format a duration, such as 0:42, 3:07 or 26:03:07."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

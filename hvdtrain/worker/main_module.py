@@ -14,6 +14,8 @@ import types
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+from hvdtrain.errors import UsageError
+
 
 def run_script(script: str) -> None:
     """Run `script` like `python script`. Raises what the script raises."""
@@ -54,4 +56,7 @@ def _code(path: str) -> types.CodeType:
     if compiled is not None:
         return compiled
     with io.open_code(path) as file:
-        return compile(file.read(), path, "exec", dont_inherit=True)
+        source = file.read()
+    if b"\0" in source:  # Python's own error does not name the file.
+        raise UsageError(f"{path} is not a Python script: it contains NUL bytes")
+    return compile(source, path, "exec", dont_inherit=True)

@@ -36,6 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/module.py").touch()
     (tmp_path / "job.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "notes.ipynb").write_text("{}")
     return tmp_path
 
 
@@ -49,9 +50,13 @@ def test_an_argument_that_is_not_utf_8_is_printed_as_it_is(folder: Path) -> None
     [
         (["-np", "2", "nothing.py"], "no such script: nothing.py"),
         (["-np", "2", "train"], ". Did you mean train.py?"),
+        (["-np", "2", "trian.py"], ". Did you mean train.py?"),
+        (["-np", "2", "package/modul.py"], ". Did you mean package/module.py?"),
+        (["--nproc", "2", "train.py"], "'--nproc': -np N sets the number of workers."),
+        (["-np", "2", "notes.ipynb"], "is a notebook: convert it to a script (jupyter nbconvert"),
         (["-np", "2", "package.module"], ". Did you mean -m package.module?"),
         (["-np", "2", "job.sh"], "job.sh is neither a Python script nor executable: chmod +x"),
-        (["-np", "0", "train.py"], "-np 0: must be a number from 1 to 1000000"),
+        (["-np", "0", "train.py"], "-np 0: must be at least 1"),
         (["-np", "1000000000", "train.py"], "must be a number from 1 to 1000000"),
         (["-np", "9" * 400, "train.py"], "must be a finite number, at most 9223372036854775807"),
         (["-np", "two", "train.py"], "for '-np' / '--num-proc': 'two' is not a valid integer"),

@@ -84,7 +84,7 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
         ({"blacklist_cooldown_range": (1, 2)}, "--blacklist-cooldown-range has no effect here"),
         (
             {"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (0, 2)},
-            "range 0: must be a nu",
+            "range 0: must be at least 1",
         ),
         ({"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (1, 3601)}, "from 1 to 3600"),
         ({"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (9, 5)}, "the shorter time"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
@@ -175,6 +176,12 @@ def test_what_failed_and_what_was_warned_of(tmp_path: Path) -> None:
         '{"event": "begin", "time": 1, "workers": 2, "epoch": 2, "step": 1}',
         '{"event": ["steps"], "time": 1}',
         "\x00\xff",
+        pytest.param("[" * 100_000, id="deep"),
+        '{"event": "warning", "time": Infinity, "text": ""}',
+        '{"event": "warning", "time": NaN, "text": ""}',
+        '{"event": "warning", "time": 1e300, "text": ""}',
+        pytest.param(f'{{"event": "warning", "time": 1{"0" * 400}, "text": ""}}', id="long"),
+        '{"event": "steps", "time": 1, "epoch": 1e400, "step": 1, "examples": 1, "seconds": 1, "values": {}}',
     ],
 )
 def test_damaged_lines_are_left_out(tmp_path: Path, damage: str) -> None:
@@ -186,6 +193,19 @@ def test_damaged_lines_are_left_out(tmp_path: Path, damage: str) -> None:
     assert [window.step for window in found.windows] == [5, 5, 10]
     assert [one.what for one in found.occurrences] == ["end"]
     page([found])
+
+
+def test_times_of_only_some_ranks_are_left_out(tmp_path: Path) -> None:
+    run = Run(tmp_path).begin().epoch(1, loss=0.5)
+    run.note("ranks", epoch=1, input=[1.0], callbacks=[1.0, 2.0], saving=[1.0, 2.0], seconds=[3, 3])
+    found = run.note("ranks", epoch=1, seconds=[3, 3]).read()
+    assert found.slowest is not None and seconds_of_ranks(found)[1]["input"] == 2
+
+
+def test_settings_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    run = Run(tmp_path).begin()
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
+    assert run.read().config == {}
 
 
 class Elements(HTMLParser):
@@ -324,6 +344,23 @@ def test_the_command(tmp_path: Path) -> None:
             CliRunner().invoke(report, [str(folder)], catch_exceptions=False)
     with pytest.raises(HvdtrainError, match="cannot be written"):
         CliRunner().invoke(report, [run, "-o", "/proc/x/y.html"], catch_exceptions=False)
+
+
+def test_links_and_devices_stay(tmp_path: Path) -> None:
+    """As root, replacing /dev/null would remove it from the machine."""
+    Run(tmp_path / "run").begin().epoch(1, loss=0.5)
+    link, pipe = tmp_path / "latest.html", tmp_path / "pipe"
+    link.symlink_to("page.html")
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    for path in (link, pipe):
+        words = [str(tmp_path / "run"), "-o", str(path)]
+        CliRunner().invoke(report, words, catch_exceptions=False)
+    assert link.is_symlink() and (tmp_path / "page.html").read_text().startswith("<!doctype")
+    reader.join(10)
+    assert pipe.is_fifo() and read[0].startswith("<!doctype")
 
 
 @pytest.mark.parametrize(

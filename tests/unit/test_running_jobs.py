@@ -17,8 +17,10 @@ from click.testing import CliRunner
 
 from hvdtrain.cli import logs as logs_module
 from hvdtrain.cli import ps as ps_module
+from hvdtrain.cli import stop as stop_module
 from hvdtrain.cli.logs import logs
 from hvdtrain.cli.ps import ps
+from hvdtrain.cli.stop import stop
 from hvdtrain.errors import UsageError
 from hvdtrain.launch import running_jobs
 from hvdtrain.launch.running.run_status import NAME, RunStatus, read_status
@@ -171,6 +173,30 @@ def test_a_rank_that_has_written_nothing_yet_is_no_error(tmp_path: Path) -> None
     unknown = CliRunner().invoke(logs, [str(tmp_path), "--rank", "7"])
     assert isinstance(unknown.exception, UsageError)
     assert "--rank 7: no such rank in" in str(unknown.exception)
+
+
+def test_logs_are_of_the_run_that_was_started_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of an earlier one that still writes its status; and what is named wrongly is answered by all there is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logs_module, "find_jobs", list)
+    for name, started in (("new", 2e9), ("old", 1e9)):
+        folder = tmp_path / ".hvdtrain/logs" / name
+        (folder / "rank.0").mkdir(parents=True)
+        (folder / "rank.0" / "stdout").write_text(f"{name}\n")
+        RunStatus("id", "train.py", started=started).write(folder)
+    assert CliRunner().invoke(logs, []).stdout == "new\n"
+    told = str(CliRunner().invoke(logs, ["zzz"]).exception)
+    assert told == "zzz: no such job; running: none; latest in .hvdtrain/logs: old, new"
+
+
+def test_stop_without_a_job_names_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job("ab12", "run", "running", "train.py", 3.0, ("false",))
+    monkeypatch.setattr(stop_module, "find_jobs", lambda: [job])
+    told = CliRunner().invoke(stop, []).exception
+    assert isinstance(told, UsageError)
+    assert str(told) == "which one? hvdtrain stop JOB; running: ab12"
 
 
 def test_no_command_moves_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:

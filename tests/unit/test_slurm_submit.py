@@ -28,7 +28,7 @@ def test_submit_with_a_strategy(slurm: Path) -> None:
     for wrong, message in (
         (["--strategy", "parameter-servers"], "Did you mean 'parameter-server'?"),
         (["--workers", "3"], "--workers is for --strategy parameter-server"),
-        ([*asked[:4], "--ps", "0"], "--ps 0: must be a number from 1 to 1000000"),
+        ([*asked[:4], "--ps", "0"], "--ps 0: must be at least 1"),
         (["--container=--privileged"], "'--privileged' is not an image"),
         (
             [*asked[:2], "--container", "x.sif"],
@@ -150,6 +150,19 @@ def test_no_slurm_here(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("train.py")
     assert result.exit_code == 2
     assert "sbatch was not found: submit the job from a login node" in (result.stderr)
+    assert not list(slurm.glob(".hvdtrain/jobs/*.sbatch"))
+
+
+def test_a_controller_that_cannot_be_reached(slurm: Path) -> None:
+    words = "Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    play(slurm, "sbatch", f"echo 'sbatch: error: {words}' >&2; exit 1")
+    result = call("train.py")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "nothing was submitted: Slurm's controller could not be reached." in result.stderr
+    assert words in result.stderr and "refused" not in result.stderr
+    assert not list(slurm.glob(".hvdtrain/jobs/*.sbatch"))
+    assert call("--script-file", "own.sbatch", "train.py").exit_code == 1
+    assert (slurm / "own.sbatch").exists(), "the user's own file stays"
 
 
 @pytest.fixture

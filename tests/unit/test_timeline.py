@@ -193,7 +193,7 @@ def test_a_timeline_that_was_started_anew(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_timeline(tmp_path / "none.json")
 
 

@@ -47,7 +47,7 @@ def test_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "run-1")
     monkeypatch.setattr(time, "time", lambda: 1e9 + 115)
-    assert once(tmp_path / "run-1")[0] == "run-1: no activity for 100 s (killed?)"
+    assert once(tmp_path / "run-1")[0] == "run-1: no activity for 1 min 40 s (killed?)"
 
 
 def test_a_run_that_failed(tmp_path: Path) -> None:

@@ -191,6 +191,12 @@ def test_a_missing_script(tmp_path: Path) -> None:
     assert result.stderr.startswith("no such script: none.py")
 
 
+def test_a_script_that_is_no_text(tmp_path: Path) -> None:
+    result = work(tmp_path, "print(1)\0")
+    assert result.returncode == 2
+    assert result.stderr.endswith("sub/train.py is not a Python script: it contains NUL bytes\n")
+
+
 APPLY = "class %s:\n    def %s(self, gradients):\n        return gradients\n"
 # Stand-ins for the modules that a script imports: what counts is their names and that operations are called.
 STAND_INS = {

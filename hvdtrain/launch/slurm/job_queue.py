@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,16 @@ ENDED = frozenset(
         "TIMEOUT",
     ]
 )
+
+# sbatch's words for a controller that is down or elsewhere; a machine that is not of the cluster has no configuration.
+_UNREACHABLE = re.compile(
+    r"unable to contact slurm controller|could not establish a configuration source",
+    re.IGNORECASE,
+)
+
+
+class JobRefused(HvdtrainError):
+    """Slurm has rejected a job."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,8 @@ def submit_job(script: Path) -> str:
 
     Raises:
         UsageError: sbatch is not installed.
-        HvdtrainError: Slurm did not respond in time, or rejected the job.
+        JobRefused: Slurm rejected the job.
+        HvdtrainError: Slurm could not be reached, or did not respond in time.
     """
     said = ask(sbatch_argv(script), limit=SILENCE_SECONDS)
     if said.returncode == NOT_FOUND:
@@ -91,8 +103,13 @@ def submit_job(script: Path) -> str:
             f"Slurm did not answer sbatch within {SILENCE_SECONDS:g} s: check with squeue whether "
             "the job was submitted"
         )
+    if said.returncode != 0 and _UNREACHABLE.search(said.stderr):
+        raise HvdtrainError(
+            "nothing was submitted: Slurm's controller could not be reached. Is slurmctld running, and is this a "
+            f"login node of the cluster? sbatch says:\n{said.stderr.strip()}"
+        )
     if said.returncode != 0:
-        raise HvdtrainError(f"sbatch refused the job ({script}):\n{said.stderr.strip()}")
+        raise JobRefused(f"sbatch refused the job ({script}):\n{said.stderr.strip()}")
     # Either `7` or `7;cluster`.
     return said.stdout.strip().partition(";")[0]
 
