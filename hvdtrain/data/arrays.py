@@ -67,7 +67,7 @@ def array_source(data: tuple, reading: ReadOptions) -> ArraySource:
     if count == 0:
         raise UsageError("the data is empty: its arrays have length 0.")
     # Now and not share by share, so that labels that do not fit are an error on every rank, before the first step.
-    data = apply_class_weight(data, reading.class_weight, reading.float_dtype, "the data")
+    data = apply_class_weight(data, reading, "the data")
     bare = len(data) == 1 and not isinstance(data[0], list | tuple)
     return ArraySource(data=data, pass_length=count, reading=reading, bare=bare)
 

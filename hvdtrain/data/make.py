@@ -1,5 +1,6 @@
 """Turns the data that a user passes to fit into a `Source`."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,7 @@ def make_source(
     if steps_per_epoch is not None:
         require_integer("steps_per_epoch", steps_per_epoch)
     steps = steps_per_epoch and int(steps_per_epoch)
+    threads = threads or len(os.sched_getaffinity(0))
     reading = ReadOptions(
         int(global_batch_size), shuffle, seed, steps, class_weight, training, _floatx()
     )

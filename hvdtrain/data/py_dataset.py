@@ -26,7 +26,7 @@ from hvdtrain.data.global_random import drawing_from
 from hvdtrain.data.held_random import generators_in
 from hvdtrain.data.indexed import KnownSource, Order, Slot
 from hvdtrain.data.share import ReadOptions, Share, warn_of_joining
-from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
+from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element, read_batch
 from hvdtrain.errors import UsageError, warn_user
 
 
@@ -155,7 +155,7 @@ class ItemSource(KnownSource):
 
     @property
     def element(self) -> Any:
-        return weighted(self.given, self.reading.class_weight, self.reading.float_dtype)
+        return weighted(self.given, self.reading)
 
     def sample(self) -> dict[str, list[float | str]]:
         # Items are compared as they are read: requesting one beforehand would cost as much.
@@ -176,20 +176,17 @@ class ItemSource(KnownSource):
         self.items.skip(len(epochs))
 
     def _shares(self, slots: Sequence[Slot]) -> Iterator[Share]:
-        reading = self.reading
         order = self.order(-(-self.pass_length // self.item_length))
         wanted = [list(self._pieces(order, slot.begin, slot.end)) for slot in slots]
         first = slots[0].begin - slots[0].offset
         compared = next(self._pieces(order, first, first + 1)).whole
-        seed = (reading.seed, first // self.pass_length)
+        seed = (self.reading.seed, first // self.pass_length)
         data = self._read([compared, *itertools.chain(*wanted)], seed)
         checksum: int | None = structures.checksum(next(data))
         bare = structures.is_bare(self.given)
         for slot, pieces in zip(slots, wanted, strict=True):
             rows = structures.concatenate(list(itertools.islice(data, len(pieces))))
-            rows = apply_class_weight(
-                rows, reading.class_weight, reading.float_dtype, self.items.name
-            )
+            rows = apply_class_weight(rows, self.reading, self.items.name)
             yield slot.share(structures.as_given(rows, bare), checksum)
             checksum = None
         next(data, None)  # Runs to the end, where on_epoch_end is called.
@@ -213,7 +210,9 @@ class ItemSource(KnownSource):
         order = [index for index, _ in itertools.groupby(piece.index for piece in pieces)]
         found = self.items.in_order(order, seed)
         for index, same in itertools.groupby(pieces, key=lambda piece: piece.index):
-            data = self._data(index, next(found))
+            data = read_batch(
+                next(found), f"item {index} of the {self.items.name}", self.reading.float_dtype
+            )
             for piece in same:
                 self._require_length(piece, structures.count_examples(data, self.items.name))
                 yield structures.cut(data, piece.begin, piece.end)
@@ -227,12 +226,6 @@ class ItemSource(KnownSource):
                 f"{self.item_length}. If they differ in length, pass a function that yields them "
                 "one by one; every rank then reads all of them."
             )
-
-    def _data(self, index: int, item: Any) -> tuple:
-        where = f"item {index} of the {self.items.name}"
-        return structures.cast_floats(
-            structures.read(as_data(item, where)), self.reading.float_dtype
-        )
 
 
 @dataclass(frozen=True)

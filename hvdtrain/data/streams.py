@@ -109,7 +109,7 @@ class StreamSource:
 
     @cached_property
     def element(self) -> Any:
-        return weighted(self.stream.element(), self.reading.class_weight, self.reading.float_dtype)
+        return weighted(self.stream.element(), self.reading)
 
     @property
     def unrepeatable(self) -> str:
@@ -246,13 +246,9 @@ class StreamSource:
     def _batches(self, number: int) -> Iterator[tuple]:
         for index, batch in enumerate(self.stream.open(number)):
             where = f"batch {index} of the {self.stream.name}"
-            data = structures.cast_floats(
-                structures.read(as_data(batch, where)), self.reading.float_dtype
-            )
+            data = read_batch(batch, where, self.reading.float_dtype)
             if structures.count_examples(data, where):
-                yield apply_class_weight(
-                    data, self.reading.class_weight, self.reading.float_dtype, where
-                )
+                yield apply_class_weight(data, self.reading, where)
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,6 +350,11 @@ def as_data(batch: Any, where: str) -> tuple:
         return convert(unpack(batch))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def read_batch(batch: Any, where: str, float_dtype: str) -> tuple:
+    """Return `as_data` of one batch, in memory and with floats of one dtype."""
+    return structures.cast_floats(structures.read(as_data(batch, where)), float_dtype)
 
 
 def common_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:
