@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from hvdtrain.data import structures
 from hvdtrain.data.arrays import convert, unpack
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.shard_point import ShardPoint, Window
+from hvdtrain.data.sharding import ShardPoint, Window
 from hvdtrain.data.share import (
     Part,
     ReadOptions,
