@@ -105,11 +105,11 @@ def time_collective(
     return found if rank.is_first else None
 
 
-_Calls = Callable[[int], Any]
+_Repeated = Callable[[int], Any]
 """Calls a collective as many times as its argument says."""
 
 
-def raw_collectives(hvd: Any, raw: Raw) -> Callable[[str, int], _Calls]:
+def raw_collectives(hvd: Any, raw: Raw) -> Callable[[str, int], _Repeated]:
     """Return a function that returns the calls of what Horovod runs on. A collective.
 
     Its arguments are the name of a collective, and the number of float32 values of a rank's part, as in `_of_horovod`.
@@ -121,7 +121,7 @@ def raw_collectives(hvd: Any, raw: Raw) -> Callable[[str, int], _Calls]:
     return lambda name, each: ring.calls(name, 4 * each)
 
 
-def _of_horovod(hvd: Any, name: str, each: int) -> _Calls:
+def _of_horovod(hvd: Any, name: str, each: int) -> _Repeated:
     """Return the calls of Horovod's collective.
 
     A rank's part has `each` float32 values; the larger side has a part for each rank.
@@ -151,7 +151,7 @@ def _of_horovod(hvd: Any, name: str, each: int) -> _Calls:
     return lambda count: call(tf.constant(count)).numpy()
 
 
-def _of_mpi(name: str, each: int, ranks: int) -> _Calls:
+def _of_mpi(name: str, each: int, ranks: int) -> _Repeated:
     import numpy as np
     from mpi4py import MPI
 
@@ -172,7 +172,7 @@ def _of_mpi(name: str, each: int, ranks: int) -> _Calls:
     return calls
 
 
-def _timed(hvd: Any, several: Sequence[_Calls], rounds: int) -> list[list[float]]:
+def _timed(hvd: Any, several: Sequence[_Repeated], rounds: int) -> list[list[float]]:
     """Return the seconds per call in each round, for each of `several` in turn; all ranks make as many calls."""
     import tensorflow as tf
 

@@ -23,10 +23,11 @@ from hvdtrain.collectives.metric_merging import (
     SUM,
     Finding,
     Trial,
+    Updates,
     can_be_weighted,
     find_rules,
 )
-from hvdtrain.collectives.metric_trials import Calls, has_scalars, make_trials
+from hvdtrain.collectives.metric_trials import has_scalars, make_trials
 from hvdtrain.collectives.metrics import (
     as_value,
     average_logs,
@@ -164,7 +165,7 @@ class StepMetrics:
                     self._counters[id(target)] = tf.Variable(begun, trainable=False)
 
     def _learn(
-        self, metric: keras.metrics.Metric, calls: Calls, examples: int
+        self, metric: keras.metrics.Metric, calls: Updates, examples: int
     ) -> list[tf.Variable]:
         """Find the rules of a metric; return those of its states that count the steps and not the parts of a step."""
         if hides_state(metric):
@@ -215,7 +216,7 @@ class SummedMetrics:
         self._parts = parts
         self._tried: set[int] = set()
 
-    def learn(self, updates: Sequence[tuple[keras.metrics.Metric, Calls]], examples: int) -> None:
+    def learn(self, updates: Sequence[tuple[keras.metrics.Metric, Updates]], examples: int) -> None:
         """Test the metrics that a step on `examples` examples has updated, each once."""
         for metric, calls in updates:
             if id(metric) in self._tried or is_known_to_add_up(metric):
@@ -231,7 +232,7 @@ class SummedMetrics:
                 warn_user(_complaint(metric, found[0]))
 
     def _try(
-        self, metric: keras.metrics.Metric, calls: Calls, examples: int, adds_up: bool
+        self, metric: keras.metrics.Metric, calls: Updates, examples: int, adds_up: bool
     ) -> Finding:
         with tf.init_scope():
             return find_rules(metric, make_trials(calls, examples, adds_up, self._parts), [SUM])
@@ -314,8 +315,8 @@ def _counters(metric: keras.metrics.Metric, trial: Trial) -> list[tf.Variable]:
     metric.reset_state()
     states = [read_state([metric])]
     for updates in trial.whole:
-        for update in updates:
-            metric.update_state(*update.args, **update.kwargs)
+        for args, kwargs in updates:
+            metric.update_state(*args, **kwargs)
         states.append(read_state([metric]))
     write_state([metric], own)
     growths = [np.diff(values, axis=0) for values in zip(*states, strict=True)]
