@@ -11,7 +11,6 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.idle_ranks import take_over
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.collectives.step_context import Step, in_step, without_others
 from hvdtrain.data import Share
@@ -25,7 +24,6 @@ from hvdtrain.keras_internals.variables import (
     computed_in_half,
     identity,
     optimizer_variables,
-    seed_variables,
     untracked_variables,
     values_kept,
     variable_name,
@@ -33,13 +31,14 @@ from hvdtrain.keras_internals.variables import (
 )
 from hvdtrain.strategies import batch_dependence, complaints
 from hvdtrain.strategies.data_dependence import with_decision_warnings
+from hvdtrain.strategies.idle_ranks import take_over
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
 from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of
 from hvdtrain.strategies.skipped_steps import skipped_steps_of
 from hvdtrain.strategies.state_logs import StateLogs
 from hvdtrain.strategies.stateful_updates import grown_together
 from hvdtrain.strategies.step_metrics import StepMetrics
-from hvdtrain.strategies.strategy import Logs, Steps
+from hvdtrain.strategies.strategy import Logs, Steps, in_order
 from hvdtrain.strategies.trial import in_one_line, unchanged
 from hvdtrain.strategies.value_probe import batch_statistics, kind_of_loss, predicts_together
 
@@ -52,27 +51,13 @@ def _of_size(step: Callable[[Any], Any], leading: tuple[int, ...]) -> Callable[[
 
 
 def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that runs `step` on each slice of its data along the leading dimension, in order.
-
-    The function returns the result of the last step.
-    """
+    """Return a function that runs `step` on each slice of its data along the leading dimension; see `in_order`."""
 
     def steps(stacked: Any) -> Any:
-        count = tf.nest.flatten(stacked)[0].shape[0]
-        logs = step(tf.nest.map_structure(lambda leaf: leaf[0], stacked))
-        if tf.executing_eagerly():
-            for number in range(1, count):
-                logs = step(tf.nest.map_structure(lambda leaf, i=number: leaf[i], stacked))
-            return logs
+        def run(number: Any) -> Any:
+            return step(tf.nest.map_structure(lambda leaf: leaf[number], stacked))
 
-        def body(number: Any, _: Any) -> Any:
-            return number + 1, step(tf.nest.map_structure(lambda leaf: leaf[number], stacked))
-
-        # Sequentially: two collectives in flight must not have the same name.
-        _, logs = tf.while_loop(
-            lambda number, _: number < count, body, (tf.constant(1), logs), parallel_iterations=1
-        )
-        return logs
+        return in_order(tf.nest.flatten(stacked)[0].shape[0], run)
 
     return steps
 
@@ -80,24 +65,22 @@ def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class RankSteps(Steps):
     """Runs a built and compiled model on shares, each weighted by its part of the global batch.
 
-    With one worker nothing is weighted: the steps are Keras's own.
+    With one rank nothing is weighted: the steps are Keras's own.
 
     Args:
         model: Built and compiled model.
         ranks: Ranks that share each global batch.
-        workers: Number of these ranks.
         together: Whether they make each training step together; otherwise each trains alone on its share.
         copy: Ranks of the job that hold the parts of this rank's copy of the model, and read the same examples.
 
     Raises:
-        UsageError: A loss needs the whole batch, and there are several workers.
+        UsageError: A loss needs the whole batch, and there are several ranks.
     """
 
     def __init__(
         self,
         model: keras.Model,
         ranks: Communicator,
-        workers: int,
         together: bool = True,
         copy: Sequence[int] = (),
     ) -> None:
@@ -110,12 +93,13 @@ class RankSteps(Steps):
         self._probed = False
         own = overridden(model, "compute_loss", "test_step") or own_losses(model)
         self._test_probed = not own
-        self._predict_probed = workers == 1
+        several = ranks.size() > 1
+        self._predict_probed = not several
         self._step: Step | None = None
         self._step_of_test: Step | None = None
         self._summed: list[tf.Variable] = []
         self._averaged: list[tf.Variable] = []
-        if workers > 1:
+        if several:
             if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
             make_exact(model)
@@ -138,7 +122,7 @@ class RankSteps(Steps):
         self._test_logs = StateLogs(model, test, self._ranks)
         self._train_sources: dict[str, Source] = {}
         self._test_sources: dict[str, Source] = {}
-        if workers > 1:
+        if several:
             if together:
                 train = with_decision_warnings(model, train, self._warn)
             train = self._growing(self._train_metrics.over(train, self._train_sources))
@@ -180,10 +164,8 @@ class RankSteps(Steps):
         """Train on `shares` in order; return this rank's running logs, as scalar tensors."""
         if len(shares) == 1:
             logs = self._run(self._train, shares[0], self._step, self._together)
-            if self._together and self._some_are_idle(shares[0]):
-                own = [*state_variables(self._metrics), *seed_variables(self._model)]
-                state = without(self._model.non_trainable_variables, own)
-                take_over(state, not shares[0].examples, self._ranks)
+            if self._together:
+                take_over(self._model, shares[0], self._ranks)
         else:
             data = [share.data for share in shares]
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
@@ -383,16 +365,9 @@ class RankSteps(Steps):
             self._share_value = value
         if not together:
             return step(share.data) if share.examples else self._run_for_logs(step, share)
-        with in_step(context):
-            return step(share.data) if share.examples else self._run_idle(step, share)
-
-    def _some_are_idle(self, share: Share) -> bool:
-        too_few = share.some_idle or share.global_examples < self._ranks.size()
-        return self._step is not None and too_few
-
-    def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
-        """Run a step on a filler example, to take part in the collectives; restore the metrics afterwards."""
-        with values_kept(state_variables(self._metrics)):
+        # An idle rank takes part in the collectives with a filler example, which must not count.
+        uncounted = [] if share.examples else state_variables(self._metrics)
+        with in_step(context), values_kept(uncounted):
             return step(share.data)
 
     def _run_for_logs(self, step: Callable[[Any], Any], share: Share) -> Logs:

@@ -47,7 +47,7 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import SummedMetrics
-from hvdtrain.strategies.strategy import Logs, Steps
+from hvdtrain.strategies.strategy import Logs, Steps, in_order
 
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
 """Without this option a TPU treats every dimension of its inputs as dynamic."""
@@ -192,18 +192,7 @@ class ReplicaSteps(Steps):
     def _steps(self, step: str, count: int, examples: int, parts: Any) -> Logs:
         """Run `count` steps on `examples` examples each, in order."""
         run = functools.partial(self._step, step, examples, parts)
-        if count == 1:
-            return run(None)
-        if tf.executing_eagerly():
-            return [run(number) for number in range(count)][-1]
-        logs = run(0)
-        _, logs = tf.while_loop(
-            lambda number, _: number < count,
-            lambda number, _: (number + 1, run(number)),
-            (tf.constant(1), logs),
-            parallel_iterations=1,
-        )
-        return logs
+        return run(None) if count == 1 else in_order(count, run)
 
     def _step(self, step: str, examples: int, parts: Any, number: Any) -> Logs:
         """Run one step, outside the replicas; `number` is the index of the share if there are several."""

@@ -84,7 +84,7 @@ class Runner:
         """
         del data
         here = self.position
-        return RankSteps(model, here.data_set, here.mesh.data, copy=here.tensor_set.ranks)
+        return RankSteps(model, here.data_set, copy=here.tensor_set.ranks)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         """Return the metrics since their reset, over all ranks; see Strategy.logs."""

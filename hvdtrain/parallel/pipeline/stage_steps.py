@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.idle_ranks import take_over
-from hvdtrain.collectives.metrics import read_state, state_variables, write_state
+from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.collectives.sparse import add_slices, common_indices
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
@@ -28,9 +27,7 @@ from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
     identity,
-    seed_variables,
     tf_variable,
-    without,
 )
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch, micro_batches
 from hvdtrain.parallel.pipeline.normalized_losses import LateLosses
@@ -42,6 +39,7 @@ from hvdtrain.parallel.pipeline.schedule import (
 from hvdtrain.parallel.pipeline.stage_compute import Passes
 from hvdtrain.parallel.pipeline.stage_messages import Exchange, tensors_of
 from hvdtrain.parallel.pipeline.stages import Stage
+from hvdtrain.strategies.idle_ranks import take_over
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs, Steps
@@ -233,7 +231,7 @@ class PipelineSteps(Steps):
                 del gradients, opened
             self._apply(total or [])
         self._exchange.flush()
-        self._take_over(share)
+        take_over(stage.model, share, self._ranks)
         return dict(zip(self._names, logs, strict=True)) if not stage.index else {}
 
     def _train_forward(self, number: int, part: MicroBatch) -> _Open:
@@ -315,13 +313,6 @@ class PipelineSteps(Steps):
             yield
         if not share.examples:
             write_state(metrics, counted)
-
-    def _take_over(self, share: Share) -> None:
-        """Copy to an idle rank the non-trainable state of a rank that holds the same stage."""
-        if share.some_idle or share.global_examples < self._ranks.size():
-            model = self._stage.model
-            own = [*state_variables(model.metrics), *seed_variables(model)]
-            take_over(without(model.non_trainable_variables, own), not share.examples, self._ranks)
 
 
 def _none_asked(divisor: tf.Tensor) -> tf.Tensor:
