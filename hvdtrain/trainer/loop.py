@@ -29,15 +29,15 @@ from hvdtrain.trainer.callback_ranks import (
     TEST_METHODS,
     TRAIN_METHODS,
     backups_kept,
+    callbacks_of_rank,
     need_global_batches,
-    on_this_rank,
     save_within_epochs,
     saving_together,
     written_by_first,
 )
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.fit_record import FitRecord
-from hvdtrain.trainer.plans import EvaluatePlan, FitPlan
+from hvdtrain.trainer.plans import FitPlan
 from hvdtrain.trainer.progress import Progress, Show, showing
 from hvdtrain.trainer.resume import FitCheckpoints
 from hvdtrain.trainer.run_facts import facts_of
@@ -100,7 +100,7 @@ class Loop:
         """Train from the position `resumed`; None: from the beginning."""
         plan.train.reset()
         together = self.strategy.saves_together
-        own = on_this_rank(plan.callbacks, self.rank.is_first, together)
+        own = callbacks_of_rank(plan.callbacks, self.rank.is_first, together)
         written = written_by_first(plan.callbacks, together)
         if resumed is not None and self.rank.is_first:
             continue_files(own, resumed.epoch)
@@ -169,23 +169,30 @@ class Loop:
                 self.strategy.save(self.model, self.record.run_dir.model)
         return self.model.history
 
-    def evaluate(self, plan: EvaluatePlan) -> Logs:
-        """Return the loss and metrics over the whole of `plan.source`, on every rank.
+    def evaluate(
+        self, source: Source, everyones: Sequence[keras.callbacks.Callback], verbose: int
+    ) -> Logs:
+        """Return the loss and metrics over the whole of `source`, on every rank.
+
+        Args:
+            source: Data to evaluate on.
+            everyones: The user's callbacks, the same list on every rank.
+            verbose: What to print; see `resolve_verbose`.
 
         Raises:
             UsageError: If the data has no batches.
         """
-        own = on_this_rank(plan.callbacks, self.rank.is_first)
+        own = callbacks_of_rank(everyones, self.rank.is_first)
         callbacks = keras.callbacks.CallbackList(
-            failing_together(plan.callbacks, own, ALL_RANKS),
+            failing_together(everyones, own, ALL_RANKS),
             model=self.model,
             epochs=1,
-            steps=plan.source.steps_per_epoch,
-            verbose=plan.verbose,
+            steps=source.steps_per_epoch,
+            verbose=verbose,
         )
-        with showing(plan.verbose, self.rank) as show:
-            progress = Progress(plan.verbose, show, "Evaluation", plan.source.steps_per_epoch)
-            logs = self._evaluate(plan.source, callbacks, plan.callbacks, progress)
+        with showing(verbose, self.rank) as show:
+            progress = Progress(verbose, show, "Evaluation", source.steps_per_epoch)
+            logs = self._evaluate(source, callbacks, everyones, progress)
             assert logs is not None
             progress.end(logs)
         return logs

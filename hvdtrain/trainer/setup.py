@@ -34,7 +34,7 @@ from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.strategies.strategy import ModelSource, Strategy
 
 
-def build_model(
+def make_model(
     model: ModelSource, precision: str | None, build: Callable[[ModelSource], keras.Model]
 ) -> keras.Model:
     """Return the model that `build` makes of `model`, with the dtype policy `precision`.
@@ -81,7 +81,7 @@ def compile_model(
     """Compile `model`, with optimizers that `strategy` distributes.
 
     Args:
-        model: Model that `build_model` returned.
+        model: Model that `make_model` returned.
         strategy: Strategy that runs the training.
         prepare: Function that makes the optimizer to train with from the user's.
         given: The Trainer's optimizer, loss, metrics, weighted_metrics and loss_weights; None where left out.
