@@ -30,12 +30,11 @@ from hvdtrain.collectives.statistics import SEED_STRIDE
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
-from hvdtrain.keras_internals import replica_scope as replica_scope
-from hvdtrain.keras_internals.building import build_model
+from hvdtrain.keras_internals import replica_scope
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.metric_calls import Calls, metrics_of, watched
 from hvdtrain.keras_internals.models import flat_logs, means_of, trains_by_keras
-from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
+from hvdtrain.keras_internals.optimizers import require_gradients
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
@@ -401,15 +400,6 @@ def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
     return tf.bitwise.bitwise_xor(seed, tf.cast(offset, seed.dtype))
 
 
-def require_plain(optimizer: Any, strategy: str) -> None:
-    """Raise UsageError for an optimizer that Horovod distributes."""
-    if is_distributed(optimizer):
-        raise UsageError(
-            f"strategy {strategy}: the optimizer is distributed by Horovod, and the replicas of one process are not "
-            "its ranks: pass the Trainer the plain optimizer, without DistributedOptimizer"
-        )
-
-
 def _require_own_collectives(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         if getattr(layer, "hvdtrain_synchronized", False):
@@ -420,7 +410,7 @@ def _require_own_collectives(model: keras.Model) -> None:
 
 
 @contextlib.contextmanager
-def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def variables_on_replicas(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Create variables of which every replica of `strategy` has its own copy, and updates it by itself.
 
     Variables of metrics stay on the host; replicas return their growth.
@@ -438,9 +428,3 @@ def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
     with strategy.scope(), tf.variable_creator_scope(create):
         yield
-
-
-def build(model: keras.Model, data: Any) -> int:
-    """Create all variables of a compiled model for symbolic `data`; return the number of examples of a global batch."""
-    build_model(model, data)
-    return int(tf.nest.flatten(data)[0].shape[0])
