@@ -37,7 +37,7 @@ from hvdtrain.parallel.pipeline.schedule import (
     one_forward_one_backward,
 )
 from hvdtrain.parallel.pipeline.stage_compute import Passes
-from hvdtrain.parallel.pipeline.stage_messages import Exchange, tensors_of
+from hvdtrain.parallel.pipeline.stage_messages import Exchange, with_gradients
 from hvdtrain.parallel.pipeline.stages import Stage
 from hvdtrain.strategies.idle_ranks import take_over
 from hvdtrain.strategies.losses import make_exact
@@ -237,14 +237,13 @@ class PipelineSteps(Steps):
     def _train_forward(self, number: int, part: MicroBatch) -> _Open:
         received = self._exchange.receive_forward(number, part.size)
         self._share.assign(part.weight)
-        sources = self._with_gradients(received)
+        sources = with_gradients(received, self._stage.received)
         with tf.GradientTape() as tape:
             tape.watch(sources)
             sent, losses, found = self._passes.forward("train", received, part)
         if not self._stage.is_last:
             self._exchange.send_forward(sent, part.size)
-        places = [c.differentiable and not mask for c, mask in tensors_of(self._stage.sent)]
-        kept = [t for t, has_gradient in zip(sent, places, strict=True) if has_gradient]
+        kept = with_gradients(sent, self._stage.sent)
         return _Open(tape, _of_any_batch(received), sources, kept, losses, found)
 
     def _with_late_loss(self, opened: _Open, totals: Any, part: MicroBatch) -> _Open:
@@ -294,14 +293,6 @@ class PipelineSteps(Steps):
         logs = np.zeros(len(self._names))
         logs[self._names.index("loss")] = float(self._stage.model.get_metrics_result()["loss"])
         return logs
-
-    def _with_gradients(self, received: list[Any]) -> list[Any]:
-        places = tensors_of(self._stage.received)
-        return [
-            tensor
-            for tensor, (crossing, mask) in zip(received, places, strict=True)
-            if crossing.differentiable and not mask
-        ]
 
     @contextlib.contextmanager
     def _weighing(self, share: Share) -> Iterator[None]:
