@@ -114,14 +114,11 @@ class _SavedTogether:
         self._save = lambda: save(callback.hvdtrain_path)
 
     def save(self, filepath: Any, overwrite: bool = True) -> None:
-        """Write the whole model with its optimizer to the callback's .keras file."""
+        """Write the whole model with its optimizer to the callback's .keras file, or all weights to its .weights.h5."""
         del filepath, overwrite
         self._save()
 
-    def save_weights(self, filepath: Any, overwrite: bool = True) -> None:
-        """Write all weights to the callback's .weights.h5 file."""
-        del filepath, overwrite
-        self._save()
+    save_weights = save
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

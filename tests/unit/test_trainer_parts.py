@@ -342,19 +342,24 @@ def test_model() -> None:
     assert built.layers[-1].compute_dtype == "bfloat16"
 
 
+def arguments(*given: str | None) -> dict[str, str | None]:
+    names = ("optimizer", "loss", "metrics", "weighted_metrics", "loss_weights")
+    return dict.fromkeys(names) | dict(zip(names, given, strict=False))
+
+
 def test_compile_arguments() -> None:
     model = small()
     model.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
-    kept = compile_arguments(model, None, None, None, None, None)
+    kept = compile_arguments(model, arguments())
     assert kept["optimizer"] is model.optimizer
     assert (kept["loss"], kept["metrics"]) == ("mse", ["mae"])
-    assert compile_arguments(model, "sgd", "mae", None, None, None)["loss"] == "mae"
+    assert compile_arguments(model, arguments("sgd", "mae"))["loss"] == "mae"
     assert isinstance(
-        compile_arguments(small(), None, "mse", None, None, None)["optimizer"],
+        compile_arguments(small(), arguments(None, "mse"))["optimizer"],
         keras.optimizers.RMSprop,
     )
     with pytest.raises(UsageError, match="'sdg'"):
-        compile_arguments(model, "sdg", None, None, None, None)
+        compile_arguments(model, arguments("sdg"))
 
 
 def test_symbolic_data() -> None:

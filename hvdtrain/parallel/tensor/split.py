@@ -40,6 +40,10 @@ class SplitLayer:
         if plain is not None:
             adopt_names(cls, plain)
 
+    def __init__(self, *args: Any, group: Communicator, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_group(group)
+
     @property
     def collective(self) -> str:
         """Prefix of the names of this layer's collectives: numbered by first use, the same on all ranks."""
