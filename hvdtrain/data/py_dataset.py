@@ -6,8 +6,8 @@ batch are requested by every rank, which takes its rows. If items are not equall
 requests all of them, in order. So it does if the dataset says, in the attribute `hvdtrain_items_are_batches`, that its
 items are the global batches, of any length.
 
-Items that draw random numbers, from a global generator or one that the dataset holds (`held_random`), draw them by
-seed, pass and index, on whichever rank.
+Items that draw random numbers, from a global generator or one that the dataset holds (`random_generators`), draw them
+by seed, pass and index, on whichever rank.
 """
 
 import itertools
@@ -22,9 +22,8 @@ import numpy as np
 
 from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.global_random import drawing_from
-from hvdtrain.data.held_random import generators_in
 from hvdtrain.data.indexed import KnownSource, Order, Slot
+from hvdtrain.data.random_generators import drawing_from, generators_in
 from hvdtrain.data.share import ReadOptions, Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element, read_batch
 from hvdtrain.errors import UsageError, warn_user

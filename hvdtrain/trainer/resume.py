@@ -34,7 +34,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, raise_alike
 from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.metrics import read_state, write_state
-from hvdtrain.data import global_random
+from hvdtrain.data.random_generators import IN_USE, comparable
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import (
     DivergedError,
@@ -196,11 +196,11 @@ class FitCheckpoints:
     @contextmanager
     def reading_again(self) -> Iterator[None]:
         """Note whether the data draws random numbers as it is read again in this block."""
-        with global_random.IN_USE:
-            begun = global_random.comparable()
+        with IN_USE:
+            begun = comparable()
         yield
-        with global_random.IN_USE:
-            self._data_draws |= global_random.comparable() != begun
+        with IN_USE:
+            self._data_draws |= comparable() != begun
 
     def give(self, model: keras.Model, within_epoch: bool) -> None:
         """Restore the model and the callbacks from the checkpoint that `opened` found. A collective.
