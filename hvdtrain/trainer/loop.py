@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
-from hvdtrain.checkpoint.position import Position
+from hvdtrain.checkpoint.position import FitPosition
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.collectives.finite import FiniteWatch
@@ -95,7 +95,7 @@ class Loop:
             return self._fit(plan, position, show)
 
     def _fit(
-        self, plan: FitPlan, resumed: Position | None, show: Show | None
+        self, plan: FitPlan, resumed: FitPosition | None, show: Show | None
     ) -> keras.callbacks.History:
         """Train from the position `resumed`; None: from the beginning."""
         plan.train.reset()
@@ -127,7 +127,7 @@ class Loop:
             self.record.in_run_dir(lambda run_dir: run_dir.begin(first))
             self.record.in_run_dir(lambda run_dir: run_dir.lock())
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
-        begin = resumed or Position(first)
+        begin = resumed or FitPosition(first)
         self.record.write_config(plan.train, plan.epochs)
         if not begin.stopped and begin.epoch < plan.epochs:
             self.record.begin_events(plan.train, plan.epochs, begin, show)
@@ -152,7 +152,7 @@ class Loop:
                 # Look even if none is due: an epoch may have few steps, and its validation may take long.
                 ends = not last and self.saved.should_stop(now=True)
                 with in_phase("saving"):
-                    after = Position(epoch + 1, stopped=stopped)
+                    after = FitPosition(epoch + 1, stopped=stopped)
                     self.saved.save(self.model, {}, after, last or ends)
                 if ends:
                     raise self.saved.preempted()
@@ -202,13 +202,13 @@ class Loop:
         plan: FitPlan,
         epoch: int,
         callbacks: keras.callbacks.CallbackList,
-        begin: Position,
+        begin: FitPosition,
         show: Show | None,
     ) -> Logs:
         """Train and validate one epoch, the first one from `begin` on; return its logs, those of all workers."""
         is_first = epoch == begin.epoch + (begin.trained is not None)
         if epoch != begin.epoch:
-            begin = Position(epoch)
+            begin = FitPosition(epoch)
         title = f"Epoch {epoch + 1}/{plan.epochs}"
         steps = plan.train.steps_per_epoch
         progress = Progress(plan.verbose, show, title, steps, begin.step, epoch + 1)
@@ -233,7 +233,7 @@ class Loop:
     def _train(
         self,
         plan: FitPlan,
-        begin: Position,
+        begin: FitPosition,
         callbacks: keras.callbacks.CallbackList,
         progress: Progress,
         is_first: bool,
@@ -335,7 +335,9 @@ class Loop:
         if found is None:
             assert self.saved is not None
             with in_phase("saving"):
-                self.saved.save(self.model, {}, Position(epoch, done, trained=trained), last=True)
+                self.saved.save(
+                    self.model, {}, FitPosition(epoch, done, trained=trained), last=True
+                )
             raise self.saved.preempted()
         return {f"val_{name}": value for name, value in found.items()}
 
@@ -386,7 +388,7 @@ class Loop:
 
     # Helpers of these loops.
 
-    def _skip(self, plan: FitPlan, first: int, resumed: Position) -> None:
+    def _skip(self, plan: FitPlan, first: int, resumed: FitPosition) -> None:
         """Advance the data by what a fit that began with epoch `first` has read before `resumed`."""
         part = self.strategy.part
         # In this order, as both may draw from the same random generator.
@@ -420,7 +422,7 @@ class Loop:
             rewound = self.losses is not None and self.losses.look(now=True)
             if ends or not rewound:
                 with in_phase("saving"):
-                    saved.save(self.model, step_logs, Position(epoch, done), last=ends)
+                    saved.save(self.model, step_logs, FitPosition(epoch, done), last=ends)
         if ends:
             raise saved.preempted()
 

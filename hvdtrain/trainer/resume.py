@@ -27,7 +27,7 @@ from hvdtrain.checkpoint.folder import (
 )
 from hvdtrain.checkpoint.lock import lock_folder, lock_kept
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
-from hvdtrain.checkpoint.position import Position
+from hvdtrain.checkpoint.position import FitPosition
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState
 from hvdtrain.collectives.communicator import ALL_RANKS
@@ -105,7 +105,7 @@ class FitCheckpoints:
         self._state: TrainingState | None = None
 
     @contextmanager
-    def opened(self, initial_epoch: int, facts: Mapping[str, Any]) -> Iterator[Position | None]:
+    def opened(self, initial_epoch: int, facts: Mapping[str, Any]) -> Iterator[FitPosition | None]:
         """Lock the run's folder for this block, and read the newest checkpoint. A collective.
 
         Args:
@@ -132,7 +132,7 @@ class FitCheckpoints:
             found = on_first(lambda: self._open(initial_epoch, resume), self._name)
             position = None
             if found is not None:
-                position = Position(**found["position"])
+                position = FitPosition(**found["position"])
                 self.steps = self.saved_steps = position.steps
                 self.exists = True
                 self._alike = found["alike"]
@@ -338,7 +338,9 @@ class FitCheckpoints:
             f"{stopped}. Run the same command again to resume from the newest checkpoint in {str(self._folder)!r}"
         )
 
-    def save(self, model: keras.Model, logs: Logs, position: Position, last: bool = False) -> None:
+    def save(
+        self, model: keras.Model, logs: Logs, position: FitPosition, last: bool = False
+    ) -> None:
         """Capture the state, and write a checkpoint of it in the background. A collective.
 
         Nothing is saved while the previous checkpoint is still being written. If one cannot be written, or the weights

@@ -33,7 +33,7 @@ from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
 from hvdtrain.keras_internals.copies import plain_optimizer
 from hvdtrain.keras_internals.corrections import outside_clusters, prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
-from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
+from hvdtrain.keras_internals.optimizer_state import prepare_sharded_files, slot_name, take_state
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import bytes_of, identity, tf_variable, variable_name
 from hvdtrain.parallel.state_layout import optimizer_pieces
@@ -322,7 +322,7 @@ def _shard(optimizer: Any, reduction: Reduction) -> None:
     """Make `optimizer` an instance of a sharded subclass of its class, and divide the state that it has."""
     prepare_keras()
     correct_loss_scaling()
-    prepare_saving()
+    prepare_sharded_files()
     variables, values = take_state(optimizer)
     overlay(optimizer, _Sharded, hvdtrain_reduction=reduction)
     _begin(optimizer)
