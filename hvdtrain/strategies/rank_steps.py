@@ -17,7 +17,7 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.corrections import in_clusters
-from hvdtrain.keras_internals.metric_calls import Source, metrics_of
+from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, overridden, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_scaled, step_counts
 from hvdtrain.keras_internals.variables import (
@@ -120,13 +120,11 @@ class RankSteps(Steps):
         self._test_metrics = StepMetrics(self._metrics, self._share, self._warn)
         self._train_logs = StateLogs(model, train, self._ranks)
         self._test_logs = StateLogs(model, test, self._ranks)
-        self._train_sources: dict[str, Source] = {}
-        self._test_sources: dict[str, Source] = {}
         if several:
             if together:
                 train = with_decision_warnings(model, train, self._warn)
-            train = self._growing(self._train_metrics.over(train, self._train_sources))
-            test = self._test_metrics.over(test, self._test_sources)
+            train = self._growing(self._train_metrics.over(train))
+            test = self._test_metrics.over(test)
         if (skipped := skipped_steps_of(model)) is not None:
             train = skipped.around(train)
         self._train_step = train
@@ -171,7 +169,7 @@ class RankSteps(Steps):
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
             several = replace(shares[0], data=stacked)
             logs = self._run(self._train_several, several, self._step, self._together)
-        return self._train_metrics.logs(logs, self._train_sources, self._train_logs)
+        return self._train_metrics.logs(logs, self._train_logs)
 
     def trace(self, data: Any) -> Any:
         """Return the tf.function graph of a training step, which does not run, on data like `data`.
@@ -331,7 +329,7 @@ class RankSteps(Steps):
     def test(self, share: Share) -> Logs:
         """Update the metrics with `share`; return this rank's running logs."""
         logs = self._run(self._test, share, self._step_of_test)
-        return self._test_metrics.logs(logs, self._test_sources, self._test_logs)
+        return self._test_metrics.logs(logs, self._test_logs)
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` (on an idle rank, for its filler example)."""

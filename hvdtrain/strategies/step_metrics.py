@@ -82,6 +82,7 @@ class StepMetrics:
 
     Attributes:
         rules: Rules found so far for states that do not add up, by the id of the tf.Variable.
+        sources: Sources of the logs that are results of metrics, of a step that `over` has wrapped.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class StepMetrics:
         self._tried: set[int] = set()
         self._sums: set[int] = set()
         self.rules: dict[int, str] = {}
+        self.sources: dict[str, Source] = {}
         states = state_variables(metrics)
         self._targets = [tf_variable(v) for v in states if in_parts or can_be_weighted(v)]
         self._counters: dict[int, tf.Variable] = {}
@@ -115,12 +117,12 @@ class StepMetrics:
             if (begun := self._counters.get(id(target))) is not None:
                 begun.assign(target)
 
-    def over(self, step: Callable[[Any], Any], sources: dict[str, Source]) -> Callable[[Any], Any]:
-        """Wrap `step` in `count`, and put the sources of its logs into `sources`."""
+    def over(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap `step` in `count`, and note the sources of its logs."""
 
         def counted(data: Any) -> Any:
             logs, found = self.count(lambda: step(data), tf.nest.flatten(data)[0].shape[0])
-            sources.update(found)
+            self.sources.update(found)
             return logs
 
         return counted
@@ -146,14 +148,9 @@ class StepMetrics:
                 target.assign(begun + (target - value))
         return logs, calls.sources(logs)
 
-    def logs(
-        self,
-        logs: Mapping[str, Any],
-        sources: Mapping[str, Source],
-        of_states: StateLogs | None = None,
-    ) -> StepLogs:
-        """Return the logs of a step, together with the rules found so far."""
-        return StepLogs(logs, sources, self.rules, of_states)
+    def logs(self, logs: Mapping[str, Any], of_states: StateLogs | None = None) -> StepLogs:
+        """Return the logs of a step, together with the sources and rules found so far."""
+        return StepLogs(logs, self.sources, self.rules, of_states)
 
     def _add_counters(self, counters: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
         """Note the values of counters before the first part of the first step, which is being run or traced."""

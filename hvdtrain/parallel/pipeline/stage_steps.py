@@ -123,7 +123,7 @@ class PipelineSteps(Steps):
         logs: Logs = {}
         for share in shares:
             logs = self._train(share)
-        return self._metrics.logs(logs, {})
+        return self._metrics.logs(logs)
 
     def test(self, share: Share) -> Logs:
         """Update the metrics, which the last stage holds, with `share`."""
@@ -136,7 +136,7 @@ class PipelineSteps(Steps):
                     self._share.assign(part.weight)
                     self._passes.late_loss("test", made, totals, part)
         self._exchange.flush()
-        return self._metrics.logs({}, {})
+        return self._metrics.logs({})
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` on the last stage, None on the others."""
