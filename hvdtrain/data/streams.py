@@ -155,7 +155,7 @@ class StreamSource:
         first = next(batches, None)
         if first is None:
             return
-        size = structures.count_examples(first, "")
+        size = structures.count_examples(first)
         batches = itertools.chain([first], batches)
         if self.stream.whole or self.varies or size == self.reading.global_batch_size:
             found = self._as_they_come(batches)
@@ -203,7 +203,7 @@ class StreamSource:
     def _as_they_come(self, batches: Iterator[tuple]) -> Iterator["GlobalBatch"]:
         short = 0
         for batch in batches:
-            examples = structures.count_examples(batch, "")
+            examples = structures.count_examples(batch)
             if examples > self.reading.global_batch_size and not self.stream.whole:
                 other = "" if self.varies else ", or cut them to one size (Dataset.rebatch)"
                 raise UsageError(
@@ -263,7 +263,7 @@ class GlobalBatch:
         parts = []
         start = 0
         for piece in self.pieces:
-            stop = start + structures.count_examples(piece, "")
+            stop = start + structures.count_examples(piece)
             if start < end and begin < stop:
                 parts.append(structures.cut(piece, max(begin - start, 0), end - start))
             start = stop
@@ -288,7 +288,7 @@ def global_batches(
     pieces: list[tuple] = []
     waiting = step = 0
     for batch in batches:
-        length = structures.count_examples(batch, "")
+        length = structures.count_examples(batch)
         begin = 0
         while begin < length:
             size = size_of(step)

@@ -310,22 +310,18 @@ def shard(optimizer: Any, reduction: Reduction) -> Any:
 
 
 def _sharded(optimizer: Any, reduction: Reduction) -> Any:
+    """Make a plain optimizer an instance of a sharded subclass of its class, and divide the state that it has."""
     inner = require_plain(optimizer)
     require_elementwise(inner, "cannot be sharded")
     if reduction.process_set.size() == 1:
         return distribute(optimizer, reduction)
-    _shard(inner, reduction)
-    return optimizer
-
-
-def _shard(optimizer: Any, reduction: Reduction) -> None:
-    """Make `optimizer` an instance of a sharded subclass of its class, and divide the state that it has."""
     prepare_keras()
     correct_loss_scaling()
     prepare_sharded_files()
-    variables, values = take_state(optimizer)
-    overlay(optimizer, _Sharded, hvdtrain_reduction=reduction)
-    _begin(optimizer)
+    variables, values = take_state(inner)
+    overlay(inner, _Sharded, hvdtrain_reduction=reduction)
+    _begin(inner)
     if variables is not None:
-        optimizer.build(variables)
-        optimizer.set_whole_values(values)
+        inner.build(variables)
+        inner.set_whole_values(values)
+    return optimizer
