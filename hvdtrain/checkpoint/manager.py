@@ -73,6 +73,7 @@ class CheckpointManager:
         self._folder = Path(folder)
         self._name = f"folder {str(self._folder)!r}"  # In messages.
         self._tracked = tracked
+        self._models = [one for one in tracked if isinstance(one, keras.Model)]
         self._keep = keep
         self._found: Checkpoint | None = None  # On rank 0, between reading and restoring.
         self._lock: int | None = None
@@ -116,8 +117,7 @@ class CheckpointManager:
         on_first(lambda: self._write(step, arrays, ranks), self._name)
 
     def _write(self, step: int, arrays: State, ranks: list[Any]) -> None:
-        models = [one for one in self._tracked if isinstance(one, keras.Model)]
-        constant = untrained(v for model in models for v in model.variables)
+        constant = untrained(v for model in self._models for v in model.variables)
         try:
             require_finite(self._trained(arrays), constant)
             self._lock = lock_kept(self._folder, self._name, self._lock)
@@ -170,10 +170,9 @@ class CheckpointManager:
             assign(self._own(), own["variables"])
         else:
             assign(self._untracked(), own["untracked"])
-            self._make_own(ranks)
-        for one in self._tracked:
-            if isinstance(one, keras.Model):
-                refresh_constants(one)
+            self._make_own()
+        for model in self._models:
+            refresh_constants(model)
         set_random_states(own)
         return {"step": step, **own["position"]}
 
@@ -268,15 +267,14 @@ class CheckpointManager:
 
     def _untracked(self) -> list[tf.Variable]:
         """Return the models' variables that Keras does not track, such as a counter in a layer."""
-        models = [one for one in self._tracked if isinstance(one, keras.Model)]
-        return unique(v for model in models for v in untracked_variables(model))
+        return unique(v for model in self._models for v in untracked_variables(model))
 
     def _waiting(self) -> list[Any]:
         """Return the gradients accumulated for the next update."""
         optimizers = [one for one in self._tracked if isinstance(one, keras.optimizers.Optimizer)]
         return [variable for one in optimizers for variable in accumulators(one)]
 
-    def _make_own(self, ranks: Sequence[Any]) -> None:
+    def _make_own(self) -> None:
         for one in self._tracked:
             if isinstance(one, keras.Model):
                 fold_rank_into_seeds(seed_variables(one), ALL_RANKS.rank())
