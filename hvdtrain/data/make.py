@@ -83,16 +83,16 @@ def make_source(
     if isinstance(x, Files):
         _refuse_beside("files of from_files", y, sample_weight)
         return file_source(x, reading, threads)
-    if is_py_dataset(x):
-        by_item = py_dataset_source(x, reading)
-        if by_item is not None:
-            _refuse_beside(f"a {by_item.items.name}", y, sample_weight)
-            return by_item
     stream: Stream
-    if tf_dataset.is_dataset(x):
+    if is_py_dataset(x):
+        items = Items(x)
+        _refuse_beside(f"a {items.name}", y, sample_weight)
+        by_item = py_dataset_source(items, reading)
+        if by_item is not None:
+            return by_item
+        stream = py_dataset_stream(items, reading)
+    elif tf_dataset.is_dataset(x):
         stream = tf_dataset.dataset_stream(x, reading, batched=batched, threads=threads)
-    elif is_py_dataset(x):
-        stream = py_dataset_stream(Items(x), reading)
     elif iterables.is_readable(x):
         stream = iterables.python_stream(x, float_dtype=reading.float_dtype)
     else:

@@ -241,9 +241,8 @@ class _Piece:
         return replace(self, begin=0, end=self.length)
 
 
-def py_dataset_source(dataset: Any, reading: ReadOptions) -> ItemSource | None:
+def py_dataset_source(items: Items, reading: ReadOptions) -> ItemSource | None:
     """Return the source of a PyDataset; None unless its first two items and the last show equal lengths."""
-    items = Items(dataset)
     count = items.count
     if not count or items.are_batches:
         return None
