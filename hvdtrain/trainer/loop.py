@@ -40,7 +40,7 @@ from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.plans import FitPlan
 from hvdtrain.trainer.progress import Progress, Show, showing
 from hvdtrain.trainer.resume import FitCheckpoints
-from hvdtrain.trainer.run_facts import facts_of
+from hvdtrain.trainer.run_facts import fit_facts
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import StragglerWatch
 from hvdtrain.worker.heartbeat import in_phase
@@ -82,9 +82,7 @@ class Loop:
         with ExitStack() as blocks:
             position = None
             if self.saved is not None:
-                facts = facts_of(
-                    self.record.config, plan.train, plan.validation, self.model, plan.callbacks
-                )
+                facts = fit_facts(self.record.config, plan, self.model)
                 position = blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
             elif self.record.run_dir is not None:
                 blocks.callback(self.record.run_dir.release)

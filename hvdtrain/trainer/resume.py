@@ -110,7 +110,7 @@ class FitCheckpoints:
 
         Args:
             initial_epoch: Index of the epoch, from 0, at which a new run begins.
-            facts: What must not change between the processes of a run; see `facts_of`.
+            facts: What must not change between the processes of a run; see `fit_facts`.
 
         Yields:
             The position to resume from; None to start at the beginning.
