@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -95,22 +94,22 @@ class RankSteps(Steps):
         self._test_probed = not own
         several = ranks.size() > 1
         self._predict_probed = not several
-        self._step: Step | None = None
-        self._step_of_test: Step | None = None
+        self._context: Step | None = None
+        self._test_context: Step | None = None
         self._summed: list[tf.Variable] = []
         self._averaged: list[tf.Variable] = []
         if several:
             if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
             make_exact(model)
-            self._step = Step(
+            self._context = Step(
                 self._share,
                 TotalOfRanks(self._ranks),
                 # With loss scaling, every train_step passes its loss through scale_loss.
                 share_in_loss=trains_by_keras(model) or all(map(is_scaled, optimizers_of(model))),
                 half=computed_in_half(model),
             )
-            self._step_of_test = self._step
+            self._test_context = self._context
         train, test = model.train_step, model.test_step
         if model.jit_compile:
             train = in_clusters(train)
@@ -161,14 +160,14 @@ class RankSteps(Steps):
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares` in order; return this rank's running logs, as scalar tensors."""
         if len(shares) == 1:
-            logs = self._run(self._train, shares[0], self._step, self._together)
+            logs = self._run(self._train, shares[0], self._context, self._together)
             if self._together:
                 take_over(self._model, shares[0], self._ranks)
         else:
             data = [share.data for share in shares]
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
             several = replace(shares[0], data=stacked)
-            logs = self._run(self._train_several, several, self._step, self._together)
+            logs = self._run(self._train_several, several, self._context, self._together)
         return self._train_metrics.logs(logs, self._train_logs)
 
     def trace(self, data: Any) -> Any:
@@ -177,7 +176,7 @@ class RankSteps(Steps):
         Args:
             data: (x, y, sample_weight) of tf.TensorSpec, with the number of examples of a share.
         """
-        with nullcontext() if self._step is None else in_step(self._step):
+        with in_step(self._context):
             return tf.function(self._train_step, autograph=False).get_concrete_function(data).graph
 
     def probe(self, share: Share) -> None:
@@ -186,7 +185,7 @@ class RankSteps(Steps):
         Raises:
             UsageError: On all ranks: they do not add up, or a step assigns to a weight directly.
         """
-        if self._step is None or self._probed:
+        if self._context is None or self._probed:
             return
         self._probed = True
         self._warn(batch_dependence.warning_by_nature(self._model))
@@ -197,12 +196,12 @@ class RankSteps(Steps):
             self._warn(complaints.could_not_be_tried(self._model, why_not))
             return
         with without_others(self._copy):
-            mine = probe(self._model, data, self._step)
+            mine = probe(self._model, data, self._context)
         found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
         once = set.intersection(*(set(each.once) for each in found))
         variables = self._model.trainable_variables
         looked_up = frozenset(identity(variables[place]) for place in once)
-        self._step = replace(self._step, once=looked_up)
+        self._context = replace(self._context, once=looked_up)
         self._keep_in_step(found)
         if self._model.run_eagerly:
             self._look_for_decisions(data)
@@ -212,13 +211,13 @@ class RankSteps(Steps):
             self._warn(why_not and complaints.could_not_be_tried(self._model, why_not))
             return
         if all(each.as_mean for each in judged):
-            self._step = replace(self._step, checked=True)
+            self._context = replace(self._context, checked=True)
         elif all(each.as_sum for each in judged) and trains_by_keras(self._model):
-            self._step = replace(self._step, checked=True, loss_is_sum=True)
+            self._context = replace(self._context, checked=True, loss_is_sum=True)
         else:
             raise UsageError(complaints.does_not_add_up(self._model, judged))
         self._test_probed = self._test_probed or overridden(self._model, "test_step") is None
-        self._use_in_tests(self._step)
+        self._use_in_tests(self._context)
         self._warn_of_statistics(self._model.train_step, data)
 
     def probe_test(self, share: Share) -> None:
@@ -226,7 +225,7 @@ class RankSteps(Steps):
 
         `probe` comes too late: a model may be evaluated before it is trained, or by a process that does not train.
         """
-        if self._step_of_test is None or self._test_probed:
+        if self._test_context is None or self._test_probed:
             return
         data = self._some_examples(share)
         if data is None or keeps_rows(self._model):
@@ -236,33 +235,33 @@ class RankSteps(Steps):
         if overridden(self._model, "test_step") is not None:
             return  # Its loss may be another.
         with without_others(self._copy):
-            mine = kind_of_loss(self._model, data, self._step_of_test)
+            mine = kind_of_loss(self._model, data, self._test_context)
         kinds = {kind for kind in self._ranks.exchange(mine, "loss") if kind}
         if kinds in ({"mean"}, {"sum"}):
             is_sum = kinds == {"sum"}
-            self._use_in_tests(replace(self._step_of_test, checked=True, loss_is_sum=is_sum))
+            self._use_in_tests(replace(self._test_context, checked=True, loss_is_sum=is_sum))
         elif kinds:
             self._warn(complaints.loss_of_parts(self._model))
 
     def _warn_of_statistics(self, run: Callable[[Any], Any], data: Any) -> None:
-        assert self._step is not None
+        assert self._context is not None
         with without_others(self._copy):
-            names = batch_statistics(self._model, data, self._step, run)
+            names = batch_statistics(self._model, data, self._context, run)
         for name in names:
             self._warn(complaints.no_mean(name))
 
     def _use_in_tests(self, step: Step) -> None:
         """Weight the losses of test steps as `step` says, also of those traced before."""
-        assert self._step_of_test is not None
-        if step.loss_is_sum != self._step_of_test.loss_is_sum:
+        assert self._test_context is not None
+        if step.loss_is_sum != self._test_context.loss_is_sum:
             self._test = self._compiled(self._test_step)
-        self._step_of_test = step
+        self._test_context = step
 
     def _look_for_decisions(self, data: Any) -> None:
         """Trace the step of a model that runs eagerly, since decisions are visible only in a graph."""
         step = with_decision_warnings(self._model, self._model.train_step, self._warn)
         try:
-            with unchanged(self._model), in_step(self._step):
+            with unchanged(self._model), in_step(self._context):
                 tf.function(step, autograph=False).get_concrete_function(data)
         except UsageError:
             raise
@@ -328,7 +327,7 @@ class RankSteps(Steps):
 
     def test(self, share: Share) -> Logs:
         """Update the metrics with `share`; return this rank's running logs."""
-        logs = self._run(self._test, share, self._step_of_test)
+        logs = self._run(self._test, share, self._test_context)
         return self._test_metrics.logs(logs, self._test_logs)
 
     def predict(self, share: Share) -> Any:
@@ -343,9 +342,9 @@ class RankSteps(Steps):
         data = self._some_examples(share)
         if data is None or keeps_rows(self._model):
             return
-        assert self._step_of_test is not None
+        assert self._test_context is not None
         with without_others(self._copy):
-            together = predicts_together(self._model, data, self._step_of_test)
+            together = predicts_together(self._model, data, self._test_context)
         self._warn(complaints.predicts_together(self._model) if together else None)
 
     def _run(
