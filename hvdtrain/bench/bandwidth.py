@@ -1,8 +1,8 @@
 """Times Horovod's collectives, in the same processes MPI's own or bare sockets, and copies in memory as a bound.
 
 Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). For S bytes in t seconds, the algorithm bandwidth is S / t.
-The bus bandwidth, S / t times FACTORS, is what each link carries, whatever the number of ranks. S is the size of the
-larger side: the result of allgather, the input of reducescatter.
+The bus bandwidth, S / t times the part of S that each link of a ring carries, does not depend on the number of ranks. S
+is the size of the larger side: the result of allgather, the input of reducescatter.
 """
 
 from __future__ import annotations
@@ -16,16 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.bench.measurement import Launch, report, run_measurement
-from hvdtrain.bench.sockets import Ring
+from hvdtrain.bench.sockets import Ring, ring_steps
 
-FACTORS: dict[str, Callable[[int], float]] = {
-    "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "allgather": lambda ranks: (ranks - 1) / ranks,
-    "reducescatter": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: 1.0,
-    "alltoall": lambda ranks: (ranks - 1) / ranks,
-}
-"""Collective -> function of the number of ranks: bus bandwidth / algorithm bandwidth."""
 SIZES = (*(4 * 16**power for power in range(7)), 256 * 2**20)
 """Sizes in bytes: 4 to 64 Mi, and 256 Mi."""
 ROUND_SECONDS = 0.1
@@ -42,7 +34,7 @@ class Timing:
     """The times of one collective at one size; medians of several rounds.
 
     Attributes:
-        name: Name of the collective, in FACTORS.
+        name: Name of the collective, in COLLECTIVES.
         ranks: Number of ranks.
         bytes: Bytes of the larger side on each rank.
         horovod: Seconds per call of Horovod, in a loop in a tf.function.
@@ -63,13 +55,13 @@ class Timing:
 
     def bus_bandwidth(self, seconds: float) -> float:
         """Return the bus bandwidth in bytes per second of a call that takes `seconds`."""
-        return self.bandwidth(seconds) * FACTORS[self.name](self.ranks)
+        return self.bandwidth(seconds) * ring_steps(self.name, self.ranks) / self.ranks
 
 
 def measure_collectives(
     names: Sequence[str], sizes: Sequence[int], np: int, rounds: int, raw: Raw, launch: Launch
 ) -> Iterator[Timing]:
-    """Yield the times of each collective, of FACTORS, at each size.
+    """Yield the times of each collective, of COLLECTIVES, at each size.
 
     A size is the bytes of the larger side on each rank, rounded up to four bytes per rank. To time MPI beside Horovod
     (`raw`), MPI must have started the ranks.
@@ -105,11 +97,11 @@ def time_collective(
     return found if rank.is_first else None
 
 
-_Calls = Callable[[int], Any]
+_Repeated = Callable[[int], Any]
 """Calls a collective as many times as its argument says."""
 
 
-def raw_collectives(hvd: Any, raw: Raw) -> Callable[[str, int], _Calls]:
+def raw_collectives(hvd: Any, raw: Raw) -> Callable[[str, int], _Repeated]:
     """Return a function that returns the calls of what Horovod runs on. A collective.
 
     Its arguments are the name of a collective, and the number of float32 values of a rank's part, as in `_of_horovod`.
@@ -121,7 +113,7 @@ def raw_collectives(hvd: Any, raw: Raw) -> Callable[[str, int], _Calls]:
     return lambda name, each: ring.calls(name, 4 * each)
 
 
-def _of_horovod(hvd: Any, name: str, each: int) -> _Calls:
+def _of_horovod(hvd: Any, name: str, each: int) -> _Repeated:
     """Return the calls of Horovod's collective.
 
     A rank's part has `each` float32 values; the larger side has a part for each rank.
@@ -151,7 +143,7 @@ def _of_horovod(hvd: Any, name: str, each: int) -> _Calls:
     return lambda count: call(tf.constant(count)).numpy()
 
 
-def _of_mpi(name: str, each: int, ranks: int) -> _Calls:
+def _of_mpi(name: str, each: int, ranks: int) -> _Repeated:
     import numpy as np
     from mpi4py import MPI
 
@@ -172,7 +164,7 @@ def _of_mpi(name: str, each: int, ranks: int) -> _Calls:
     return calls
 
 
-def _timed(hvd: Any, several: Sequence[_Calls], rounds: int) -> list[list[float]]:
+def _timed(hvd: Any, several: Sequence[_Repeated], rounds: int) -> list[list[float]]:
     """Return the seconds per call in each round, for each of `several` in turn; all ranks make as many calls."""
     import tensorflow as tf
 

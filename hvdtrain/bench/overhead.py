@@ -2,8 +2,8 @@
 
 On one rank the reference is plain Keras, on several ranks Keras's `fit` with hvdtrain.keras.DistributedOptimizer; or
 `fit` of an ordinary script, as `hvdtrain run --adopt` has it. Both train the same network on the same examples, each
-rank on one core. Epochs are timed from the beginning of one to the
-beginning of the next, so that reading data, logs and the work between epochs count.
+rank on one core. Epochs are timed from the beginning of one to the beginning of the next, so that reading data, logs
+and the work between epochs count.
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-STEPS: dict[str, Callable[[int], int]] = {
-    "allreduce": lambda ranks: 2 * (ranks - 1),
-    "allgather": lambda ranks: ranks - 1,
-    "reducescatter": lambda ranks: ranks - 1,
-    "alltoall": lambda ranks: ranks - 1,
-}
-"""Collective -> number of steps on a ring of ranks. In a broadcast, each rank passes all of the data on, once."""
+COLLECTIVES = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall")
 LOCAL = "127.0.0.1"
+
+
+def ring_steps(name: str, ranks: int) -> int:
+    """Return the number of steps in which the ranks pass on a part of the data: all of it, once, for a broadcast."""
+    return ranks if name == "broadcast" else (1 + (name == "allreduce")) * (ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,9 @@ class Ring:
             each: Bytes of each rank's part.
         """
         is_broadcast = name == "broadcast"
-        steps, part = (1, each * self.size) if is_broadcast else (STEPS[name](self.size), each)
+        steps, part = ring_steps(name, self.size), each
+        if is_broadcast:
+            steps, part = 1, each * self.size
         sends = not is_broadcast or self.rank < self.size - 1
         receives = not is_broadcast or self.rank > 0
         out = memoryview(bytes(part if sends else 0))

@@ -11,7 +11,6 @@ import csv
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,7 @@ def _looked_at(value: Any) -> Any:
     It compares the value's pickle, which is never unpickled, within this process.
     """
     if isinstance(value, keras.metrics.Metric):
-        return _Looked(_Same(value), encode([variable.numpy() for variable in value.variables]))
+        return _Same(value), encode([variable.numpy() for variable in value.variables])
     if callable(value) or type(value).__module__.partition(".")[0] in ("keras", "tensorflow"):
         return _Same(value)
     written = _Short()
@@ -160,7 +159,7 @@ def _looked_at(value: Any) -> Any:
         pickle.Pickler(written).dump(value)
     except Exception:  # Too large, or cannot be pickled.
         return _Same(value)
-    return _Looked(_Same(value), b"".join(written.parts))
+    return _Same(value), b"".join(written.parts)
 
 
 class _Short:
@@ -175,14 +174,6 @@ class _Short:
         self.parts.append(bytes(data))
         if sum(map(len, self.parts)) > self.MOST:
             raise ValueError("too long")
-
-
-@dataclass(frozen=True)
-class _Looked:
-    """Equal for the same object with the same content."""
-
-    same: _Same
-    content: bytes
 
 
 class _Same:

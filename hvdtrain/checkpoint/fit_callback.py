@@ -11,7 +11,7 @@ import keras
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
 from hvdtrain.checkpoint.lock import this_process
 from hvdtrain.checkpoint.manager import CheckpointManager
-from hvdtrain.checkpoint.position import Position
+from hvdtrain.checkpoint.position import FitPosition
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.corrections import correct
@@ -123,7 +123,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             )
         self.model._initial_epoch = epochs if ended else self._epochs_done
         if ALL_RANKS.rank() == 0:
-            found = Position(self._epochs_done, stopped=position["stopped"])
+            found = FitPosition(self._epochs_done, stopped=position["stopped"])
             logger().info("folder %r: %s", str(self._folder), found.describe(epochs))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -71,12 +71,14 @@ class CheckpointManager:
                     "variables. To save a number, call save(step, name=number)"
                 )
         self._folder = Path(folder)
+        self._name = f"folder {str(self._folder)!r}"  # In messages.
         self._tracked = tracked
+        self._models = [one for one in tracked if isinstance(one, keras.Model)]
         self._keep = keep
         self._found: Checkpoint | None = None  # On rank 0, between reading and restoring.
         self._lock: int | None = None
         self._continues = False  # Whether the folder's earlier checkpoints are known.
-        on_first(self._open, f"folder {str(folder)!r}")
+        on_first(self._open, self._name)
 
     def close(self) -> None:
         """Unlock the folder for another run; the end of the process does so, too."""
@@ -101,7 +103,7 @@ class CheckpointManager:
         self._found = None
         step = _whole_number(step)
         if not self._continues:
-            on_first(lambda: self._require_none_after(step), f"folder {str(self._folder)!r}")
+            on_first(lambda: self._require_none_after(step), self._name)
             self._continues = True
         own = {
             "untracked": [v.numpy() for v in self._untracked()],
@@ -112,14 +114,13 @@ class CheckpointManager:
         ranks = ALL_RANKS.exchange(own | random_states(), "checkpoint_saved")
         arrays = gather(self._pieces())
         # All ranks wait: if one exits with an error code, the launcher ends rank 0 before it has written.
-        on_first(lambda: self._write(step, arrays, ranks), f"folder {str(self._folder)!r}")
+        on_first(lambda: self._write(step, arrays, ranks), self._name)
 
     def _write(self, step: int, arrays: State, ranks: list[Any]) -> None:
-        models = [one for one in self._tracked if isinstance(one, keras.Model)]
-        constant = untrained(v for model in models for v in model.variables)
+        constant = untrained(v for model in self._models for v in model.variables)
         try:
             require_finite(self._trained(arrays), constant)
-            self._lock = lock_kept(self._folder, f"folder {str(self._folder)!r}", self._lock)
+            self._lock = lock_kept(self._folder, self._name, self._lock)
             save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)
         except OSError as error:
             warn_unsaved(step, error)
@@ -134,7 +135,7 @@ class CheckpointManager:
             UsageError: On all ranks, if all checkpoints are damaged.
         """
         self._found, self._continues = None, True
-        position: dict[str, Any] | None = on_first(self._read, f"folder {str(self._folder)!r}")
+        position: dict[str, Any] | None = on_first(self._read, self._name)
         return position
 
     def restore(self) -> dict[str, Any] | None:
@@ -153,7 +154,7 @@ class CheckpointManager:
         pieces = self._pieces()
         facts = [[piece.name, list(piece.shape)] for piece in pieces]
         require_equal({"tracked": facts}, "CheckpointManager")
-        on_first(lambda: self._require_same(facts), f"folder {str(self._folder)!r}")
+        on_first(lambda: self._require_same(facts), self._name)
         found, self._found = self._found, None
         scatter(pieces, None if found is None else found.arrays)
         what = None if found is None else (found.facts["step"], found.ranks)
@@ -169,22 +170,21 @@ class CheckpointManager:
             assign(self._own(), own["variables"])
         else:
             assign(self._untracked(), own["untracked"])
-            self._make_own(ranks)
-        for one in self._tracked:
-            if isinstance(one, keras.Model):
-                refresh_constants(one)
+            self._make_own()
+        for model in self._models:
+            refresh_constants(model)
         set_random_states(own)
         return {"step": step, **own["position"]}
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_unless_own(self._folder, f"folder {str(self._folder)!r}")
+        self._lock = lock_unless_own(self._folder, self._name)
 
     def _require_none_after(self, step: int) -> None:
         for path in numbered(self._folder)[:1]:
             if step_of(path) > step:
                 raise UsageError(
-                    f"folder {str(self._folder)!r} has a checkpoint of step {step_of(path)}, which saving step {step} "
+                    f"{self._name} has a checkpoint of step {step_of(path)}, which saving step {step} "
                     "would replace: call restore() first, or choose another folder"
                 )
 
@@ -267,15 +267,14 @@ class CheckpointManager:
 
     def _untracked(self) -> list[tf.Variable]:
         """Return the models' variables that Keras does not track, such as a counter in a layer."""
-        models = [one for one in self._tracked if isinstance(one, keras.Model)]
-        return unique(v for model in models for v in untracked_variables(model))
+        return unique(v for model in self._models for v in untracked_variables(model))
 
     def _waiting(self) -> list[Any]:
         """Return the gradients accumulated for the next update."""
         optimizers = [one for one in self._tracked if isinstance(one, keras.optimizers.Optimizer)]
         return [variable for one in optimizers for variable in accumulators(one)]
 
-    def _make_own(self, ranks: Sequence[Any]) -> None:
+    def _make_own(self) -> None:
         for one in self._tracked:
             if isinstance(one, keras.Model):
                 fold_rank_into_seeds(seed_variables(one), ALL_RANKS.rank())

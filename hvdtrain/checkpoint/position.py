@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Position:
+class FitPosition:
     """A position in a training.
 
     Attributes:

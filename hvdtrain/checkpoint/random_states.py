@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data import global_random
+from hvdtrain.data.random_generators import IN_USE, NUMPY, PYTHON
 from hvdtrain.keras_internals.variables import global_seed_variable, tf_variable
 
 
 def random_states() -> dict[str, Any]:
     """Return the states, in types that `encoding.encode` accepts."""
     seed = global_seed_variable(create=False)
-    with global_random.IN_USE:
-        (version, numbers, gauss), numpy = global_random.states()
+    with IN_USE:
+        (version, numbers, gauss), numpy = PYTHON.state(), NUMPY.state()
     return {
         "random": [version, np.array(numbers, np.uint32), gauss],
         "numpy": numpy,
@@ -36,5 +36,6 @@ def set_random_states(states: Mapping[str, Any], everyones: bool = True) -> None
         return
     # Last, as Keras may just have seeded a new global generator from Python's random numbers.
     version, numbers, gauss = states["random"]
-    with global_random.IN_USE:
-        global_random.set_states((version, tuple(map(int, numbers)), gauss), states["numpy"])
+    with IN_USE:
+        PYTHON.restore((version, tuple(map(int, numbers)), gauss))
+        NUMPY.restore(states["numpy"])

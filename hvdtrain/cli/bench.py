@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from hvdtrain.bench.bandwidth import FACTORS, RAW, SIZES, Timing, measure_collectives
+from hvdtrain.bench.bandwidth import RAW, SIZES, Timing, measure_collectives
 from hvdtrain.bench.figures import Figure, three_digits
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, in_passes, medians
@@ -18,6 +18,7 @@ from hvdtrain.bench.pipeline_bubble import LAYERS, Bubble, measure_bubble, theor
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.slow_link import GOALS, SlowTraining, measure_slow_link
 from hvdtrain.bench.slow_link import WAYS as SYNC_WAYS
+from hvdtrain.bench.sockets import COLLECTIVES
 from hvdtrain.cli.bench_costs import checkpoints, memory, overhead, startup
 from hvdtrain.cli.bench_findings import OUTPUT, announce, finish
 from hvdtrain.cli.bench_options import (
@@ -142,7 +143,7 @@ def peers(
 @bench.command()
 @workers(2)
 @click.option(
-    "--collective", "names", type=click.Choice(list(FACTORS)), multiple=True,
+    "--collective", "names", type=click.Choice(COLLECTIVES), multiple=True,
     help="Collective to measure. May be repeated.  [default: all]",
 )  # fmt: skip
 @click.option(
@@ -163,7 +164,7 @@ def collectives(
     raw = RAW[chosen]
     click.echo(line(("", "bytes", "ms", "algorithm", "bus", f"{raw.upper()} ms", "bus")))
     done = []
-    for one in measure_collectives(names or list(FACTORS), sizes or SIZES, np, passes, raw, launch):
+    for one in measure_collectives(names or COLLECTIVES, sizes or SIZES, np, passes, raw, launch):
         done.append(one)
         click.echo(line(_timing(one)))
     click.echo(f"a copy in memory: {statistics.median(one.copy for one in done) / 1e9:.2f} GB/s")

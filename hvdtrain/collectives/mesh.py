@@ -112,30 +112,24 @@ class Mesh:
 
     def data_ranks(self, rank: int) -> list[int]:
         """Return the ranks that hold the same part of the model as `rank`, itself included."""
-        here = self.place(rank)
-        return self._where(lambda p: replace(p, data_index=here.data_index) == here)
+        return self._along(rank, "data_index")
 
     def tensor_ranks(self, rank: int) -> list[int]:
         """Return the ranks over which the layers of `rank` are split, itself included."""
-        here = self.place(rank)
-        return self._where(lambda p: replace(p, tensor_index=here.tensor_index) == here)
+        return self._along(rank, "tensor_index")
 
     def pipeline_ranks(self, rank: int) -> list[int]:
         """Return the ranks with `rank`'s data and tensor index, by stage."""
-        here = self.place(rank)
-        return self._where(lambda p: replace(p, stage=here.stage) == here)
+        return self._along(rank, "stage")
 
     def stage_ranks(self, rank: int) -> list[int]:
         """Return all ranks of `rank`'s stage."""
-        here = self.place(rank)
-        return self._where(lambda p: p.stage == here.stage)
+        return self._along(rank, "data_index", "tensor_index")
 
     def neighbour_ranks(self, rank: int) -> list[int]:
         """Return `rank` and the rank of the next stage of the same copy, if there is one."""
-        here = self.place(rank)
-        return self._where(
-            lambda p: replace(p, stage=here.stage) == here and 0 <= p.stage - here.stage <= 1
-        )
+        first = self.place(rank).stage
+        return self.pipeline_ranks(rank)[first : first + 2]
 
     def rank_lists(self, ranks: int) -> list[list[int]]:
         """Return the process sets that a job of `ranks` ranks needs, without groups of one rank or of all ranks.
@@ -154,19 +148,19 @@ class Mesh:
         found = {tuple(group(rank)) for group in groups for rank in range(ranks)}
         return [list(group) for group in sorted(found) if 1 < len(group) < ranks]
 
-    def _where(self, wanted: Callable[[MeshCoordinates], bool]) -> list[int]:
-        return [rank for rank in range(self.size) if wanted(self.place(rank))]
+    def _along(self, rank: int, *axes: str) -> list[int]:
+        """Return the ranks whose coordinates differ from those of `rank` in nothing but `axes`."""
+        here = self.place(rank)
+        same = {axis: getattr(here, axis) for axis in axes}
+        return [other for other in range(self.size) if replace(self.place(other), **same) == here]
 
 
 @dataclass(frozen=True)
-class Position:
+class Position(MeshCoordinates):
     """Position of this rank in the mesh, and the groups in which it communicates.
 
     Attributes:
         mesh: The mesh, with `data` filled in.
-        data_index: Index of this rank's copy of the model, from 0.
-        stage: Index of its pipeline stage, from 0.
-        tensor_index: Index of its part of the split layers, from 0.
         data_set: Ranks with the same parts of the same layers.
         tensor_set: Ranks that together hold whole layers of this stage.
         pipeline_set: Ranks of the stages of this copy of the model.
@@ -175,9 +169,6 @@ class Position:
     """
 
     mesh: Mesh
-    data_index: int
-    stage: int
-    tensor_index: int
     data_set: Communicator
     tensor_set: Communicator
     pipeline_set: Communicator
@@ -248,12 +239,9 @@ def position_in(
     """
     mesh = mesh.for_ranks(everyone.size())
     rank = everyone.rank()
-    place = mesh.place(rank)
     return Position(
+        **vars(mesh.place(rank)),
         mesh=mesh,
-        data_index=place.data_index,
-        stage=place.stage,
-        tensor_index=place.tensor_index,
         data_set=set_of(mesh.data_ranks(rank)),
         tensor_set=set_of(mesh.tensor_ranks(rank)),
         pipeline_set=set_of(mesh.pipeline_ranks(rank)),

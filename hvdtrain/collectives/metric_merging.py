@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -36,16 +36,8 @@ DECLARED = {"mean": MEAN, "only_first_replica": FIRST}
 State = list[np.ndarray]
 
 
-@dataclass(frozen=True)
-class Update:
-    """The arguments of one call of a metric's `update_state`."""
-
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-Step = Sequence[Update]
-"""Updates of a metric in one step; empty on an idle worker."""
+Updates = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+"""Arguments (args, kwargs) of each update of a metric in one step; none on an idle worker."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +50,8 @@ class Trial:
         shares: Each worker's share of the examples of each batch.
     """
 
-    whole: Sequence[Step]
-    parts: Sequence[Sequence[Step]]
+    whole: Sequence[Updates]
+    parts: Sequence[Sequence[Updates]]
     shares: Sequence[Sequence[float]]
 
 
@@ -216,14 +208,14 @@ def _state(metric: keras.metrics.Metric) -> State:
 
 
 def _state_after(
-    metric: keras.metrics.Metric, steps: Sequence[Step], shares: Sequence[float] | None = None
+    metric: keras.metrics.Metric, steps: Sequence[Updates], shares: Sequence[float] | None = None
 ) -> State:
     """Return the state after `steps`; with `shares`, the change in each step is weighted by its share."""
     metric.reset_state()
     for number, updates in enumerate(steps):
         before = _state(metric)
-        for update in updates:
-            metric.update_state(*update.args, **update.kwargs)
+        for args, kwargs in updates:
+            metric.update_state(*args, **kwargs)
         if shares is not None:
             for variable, value in zip(metric.variables, before, strict=True):
                 if can_be_weighted(variable):

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.metric_merging import Trial, Update
+from hvdtrain.collectives.metric_merging import Trial, Updates
 
 PARTS = ((2, 3, 3), (4, 1, 3), (0, 1, 2))
 """Examples of three workers in each of three steps: uneven, changing, and the first worker idle in the last step.
@@ -22,12 +22,9 @@ EVEN_PARTS = ((2, 2), (3, 3), (1, 1))
 WHOLE_PARTS = ((5, 0), (0, 4), (3, 0))
 """Examples of two workers that take whole batches in turns."""
 
-Calls = Sequence[tuple[Sequence[Any], dict[str, Any]]]
-"""Arguments (args, kwargs) of each update in one step."""
-
 
 def make_trials(
-    calls: Calls,
+    calls: Updates,
     examples: int,
     scalars_add_up: bool,
     parts: Sequence[Sequence[int]] = PARTS,
@@ -50,7 +47,7 @@ def make_trials(
     ]
 
 
-def has_scalars(calls: Calls) -> bool:
+def has_scalars(calls: Updates) -> bool:
     """Whether the first argument of a call is a floating-point scalar for the whole batch."""
     return any(len(args) > 0 and _is_scalar(args[0]) for args, _ in calls)
 
@@ -64,20 +61,20 @@ class _Split:
 
 
 def _trial(
-    calls: Calls,
+    calls: Updates,
     examples: int,
     scalars_add_up: bool,
     sizes_of_steps: Sequence[Sequence[int]],
     numbers: _Numbers,
 ) -> Trial:
     workers = range(len(sizes_of_steps[0]))
-    whole: list[list[Update]] = []
-    parts: list[list[list[Update]]] = [[] for _ in workers]
+    whole: list[Updates] = []
+    parts: list[list[Updates]] = [[] for _ in workers]
     for sizes in sizes_of_steps:
         made = [_split(call, examples, sizes, scalars_add_up, numbers) for call in calls]
-        whole.append([_update(split, lambda s: s.whole) for split in made])
+        whole.append(keras.tree.map_structure(lambda split: split.whole, made))
         for worker, size in enumerate(sizes):
-            updates = [_update(split, _of_worker(worker)) for split in made]
+            updates = keras.tree.map_structure(lambda split, i=worker: split.parts[i], made)
             parts[worker].append(updates if size else [])
     shares = [[sizes[worker] / sum(sizes) for sizes in sizes_of_steps] for worker in workers]
     return Trial(whole, parts, shares)
@@ -139,18 +136,6 @@ class _Numbers:
         if self._labels and is_first:
             return self._random.integers(0, 2, shape).astype(np.float64)
         return self._random.uniform(0.1, 0.9, shape)
-
-
-def _update(split: tuple[Any, Any], pick: Callable[[_Split], Any]) -> Update:
-    args, kwargs = split
-    return Update(
-        [keras.tree.map_structure(pick, arg) for arg in args],
-        {name: keras.tree.map_structure(pick, value) for name, value in kwargs.items()},
-    )
-
-
-def _of_worker(worker: int) -> Callable[[_Split], Any]:
-    return lambda split: split.parts[worker]
 
 
 def _is_scalar(value: Any) -> bool:

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import Communicator, Max, Min, ranks_of
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max, Min, ranks_of
+from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras_internals.adapted import Adapted, adapted_states
@@ -71,6 +72,20 @@ def broadcast_global_variables(root_rank: int) -> None:
         "broadcast_global_variables: Keras 3 keeps no list of all variables. Use "
         f"broadcast_variables(model.variables, root_rank={root_rank}), or BroadcastGlobalVariablesCallback in model.fit"
     )
+
+
+def require_same_model(
+    facts: dict[str, Any], model: keras.Model, what: str, name: str, ranks: Communicator = ALL_RANKS
+) -> None:
+    """Require that `facts`, and what the layers of a model have learnt with `adapt`, are the same on all ranks.
+
+    A collective; for its arguments and errors see `require_equal`.
+    """
+    states = adapted_states(model)
+    exact = {one.what: f"{one.size} values (SHA-256 {one.digest.hex()}...)" for one in states}
+    require_equal(facts | exact, what, name, ranks)
+    # Machines may round differently in what they compute from the data.
+    require_alike({one.what: [*one.numbers] for one in states if one.numbers}, what, ranks)
 
 
 def fingerprints(variables: Sequence[Any]) -> np.ndarray:

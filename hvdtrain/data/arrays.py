@@ -63,11 +63,11 @@ def array_source(data: tuple, reading: ReadOptions) -> ArraySource:
     """
     data = convert(data)
     _require_weights_like_labels(data)
-    count = structures.count_examples(data, "the data")
+    count = structures.count_examples(data)
     if count == 0:
         raise UsageError("the data is empty: its arrays have length 0.")
     # Now and not share by share, so that labels that do not fit are an error on every rank, before the first step.
-    data = apply_class_weight(data, reading.class_weight, reading.float_dtype, "the data")
+    data = apply_class_weight(data, reading, "the data")
     bare = len(data) == 1 and not isinstance(data[0], list | tuple)
     return ArraySource(data=data, pass_length=count, reading=reading, bare=bare)
 
@@ -116,7 +116,7 @@ def convert(data: tuple) -> tuple:
     names = structures.part_names(data)
     parts = [_convert(tree, name) for name, tree in zip(names, given, strict=False)]
     if len(data) == 3:
-        weights = _filled(data[2], structures.count_examples(tuple(parts), "the data"))
+        weights = _filled(data[2], structures.count_examples(tuple(parts)))
         parts.append(_convert(weights, structures.PARTS[2]))
     return tuple(parts)
 
@@ -167,7 +167,7 @@ def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
             "Pass validation_data instead."
         )
     data = convert(unpack(x, y, sample_weight))
-    count = structures.count_examples(data, "the data")
+    count = structures.count_examples(data)
     kept = int(count * (1.0 - fraction))
     if kept in (0, count):
         raise UsageError(

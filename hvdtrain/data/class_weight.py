@@ -8,25 +8,24 @@ import numpy as np
 
 from hvdtrain.data import structures
 from hvdtrain.data.rows import is_lazy
+from hvdtrain.data.share import ReadOptions
 from hvdtrain.errors import UsageError
 
 
-def apply_class_weight(
-    data: tuple, class_weight: Mapping[int, float] | None, dtype: str, where: str
-) -> tuple:
-    """Return (x, y, sample_weight) with the sample weights multiplied by class weights.
+def apply_class_weight(data: tuple, reading: ReadOptions, where: str) -> tuple:
+    """Return (x, y, sample_weight) with the sample weights multiplied by class weights; without these, `data` itself.
 
     Args:
         data: Data tuple (x, y[, sample_weight]). Labels are integers of shape (n,) or (n, 1), or one-hot rows (n,
             classes).
-        class_weight: Class number -> weight; as in Keras, a missing class has weight 1. None: return `data` as it is.
-        dtype: Dtype of the weights.
+        reading: Settings with the class weights; as in Keras, a missing class has weight 1.
         where: Name of the data in messages.
 
     Raises:
         UsageError: If `class_weight` is no dict of class numbers, or there are no labels, several outputs, or labels of
             another kind.
     """
+    class_weight = reading.class_weight
     if class_weight is None:
         return data
     if not isinstance(class_weight, Mapping):
@@ -39,33 +38,24 @@ def apply_class_weight(
         raise UsageError(f"class_weight has the key {others[0]!r}; classes are integers.")
     if len(data) < 2:
         raise UsageError(f"{where}: class_weight needs labels, but there is no y.")
-    weights = sample_weights(data[1], class_weight, dtype, where)
+    weights = _sample_weights(data[1], class_weight, reading.float_dtype, where)
     if len(data) == 3:
         weights = _times(data[2], weights, where)
     return data[0], data[1], weights
 
 
-def weighted(element: Any, class_weight: Mapping[int, float] | None, dtype: str) -> Any:
+def weighted(element: Any, reading: ReadOptions) -> Any:
     """Return the signature of an example (see `Source.element`) after class weights were added as sample weights."""
-    if class_weight is not None and not structures.is_bare(element) and len(element) == 2:
-        return (*element, structures.Spec((), dtype))
+    weighs = reading.class_weight is not None
+    if weighs and not structures.is_bare(element) and len(element) == 2:
+        return (*element, structures.Spec((), reading.float_dtype))
     return element
 
 
-def sample_weights(
+def _sample_weights(
     labels: Any, class_weight: Mapping[int, float], dtype: str, where: str
 ) -> np.ndarray:
-    """Return the weight of each label's class, of shape (n,) and dtype `dtype`.
-
-    Args:
-        labels: Labels, as in `apply_class_weight`.
-        class_weight: Class number -> weight.
-        dtype: Dtype of the weights.
-        where: Name of the data in messages.
-
-    Raises:
-        UsageError: If there are several outputs, or labels of another kind.
-    """
+    """Return the weight of each label's class, of shape (n,)."""
     if is_lazy(labels):
         labels = np.asarray(labels)
     if not isinstance(labels, np.ndarray):

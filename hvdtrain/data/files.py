@@ -122,7 +122,7 @@ class FileSource(KnownSource):
 
     @property
     def element(self) -> Any:
-        return weighted(self._given, self.reading.class_weight, self.reading.float_dtype)
+        return weighted(self._given, self.reading)
 
     @property
     def unrepeatable(self) -> str:  # type: ignore[override]
@@ -176,9 +176,7 @@ class FileSource(KnownSource):
         for slot, share in zip(slots, shares, strict=True):
             data = structures.concatenate(share.pieces)
             data = structures.cast_floats(data, self.reading.float_dtype)
-            data = apply_class_weight(
-                data, self.reading.class_weight, self.reading.float_dtype, "the files"
-            )
+            data = apply_class_weight(data, self.reading, "the files")
             yield slot.share(structures.as_given(data, bare))
 
     def _batches(self, slots: Sequence[Slot]) -> Iterator[Any]:
@@ -221,13 +219,8 @@ class FileSource(KnownSource):
         return dataset.with_options(tf_dataset.options_of(dataset, self.threads))
 
 
-def file_source(files: Files, reading: ReadOptions, threads: int | None) -> FileSource:
-    """Locate the examples, and return their source.
-
-    Args:
-        files: Files to read.
-        reading: Settings of the reading.
-        threads: Number of tf.data's threads; None: the CPU cores that this process may use.
+def file_source(files: Files, reading: ReadOptions, threads: int) -> FileSource:
+    """Locate the examples, and return their source, which reads them with so many of tf.data's threads.
 
     Raises:
         UsageError: If a file is not an uncompressed TFRecord file, or there are no records.
@@ -250,7 +243,7 @@ def file_source(files: Files, reading: ReadOptions, threads: int | None) -> File
     return FileSource(
         files=files,
         keys=keys,
-        threads=threads or len(os.sched_getaffinity(0)),
+        threads=threads,
         pass_length=count,
         reading=reading,
     )

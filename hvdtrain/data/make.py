@@ -1,5 +1,6 @@
 """Turns the data that a user passes to fit into a `Source`."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,7 @@ def make_source(
     if steps_per_epoch is not None:
         require_integer("steps_per_epoch", steps_per_epoch)
     steps = steps_per_epoch and int(steps_per_epoch)
+    threads = threads or len(os.sched_getaffinity(0))
     reading = ReadOptions(
         int(global_batch_size), shuffle, seed, steps, class_weight, training, _floatx()
     )
@@ -81,16 +83,16 @@ def make_source(
     if isinstance(x, Files):
         _refuse_beside("files of from_files", y, sample_weight)
         return file_source(x, reading, threads)
-    if is_py_dataset(x):
-        by_item = py_dataset_source(x, reading)
-        if by_item is not None:
-            _refuse_beside(f"a {by_item.items.name}", y, sample_weight)
-            return by_item
     stream: Stream
-    if tf_dataset.is_dataset(x):
+    if is_py_dataset(x):
+        items = Items(x)
+        _refuse_beside(f"a {items.name}", y, sample_weight)
+        by_item = py_dataset_source(items, reading)
+        if by_item is not None:
+            return by_item
+        stream = py_dataset_stream(items, reading)
+    elif tf_dataset.is_dataset(x):
         stream = tf_dataset.dataset_stream(x, reading, batched=batched, threads=threads)
-    elif is_py_dataset(x):
-        stream = py_dataset_stream(Items(x), reading)
     elif iterables.is_readable(x):
         stream = iterables.python_stream(x, float_dtype=reading.float_dtype)
     else:

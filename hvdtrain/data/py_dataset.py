@@ -6,8 +6,8 @@ batch are requested by every rank, which takes its rows. If items are not equall
 requests all of them, in order. So it does if the dataset says, in the attribute `hvdtrain_items_are_batches`, that its
 items are the global batches, of any length.
 
-Items that draw random numbers, from a global generator or one that the dataset holds (`held_random`), draw them by
-seed, pass and index, on whichever rank.
+Items that draw random numbers, from a global generator or one that the dataset holds (`random_generators`), draw them
+by seed, pass and index, on whichever rank.
 """
 
 import itertools
@@ -22,11 +22,10 @@ import numpy as np
 
 from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.global_random import drawing_from
-from hvdtrain.data.held_random import generators_in
 from hvdtrain.data.indexed import KnownSource, Order, Slot
+from hvdtrain.data.random_generators import drawing_from, generators_in
 from hvdtrain.data.share import ReadOptions, Share, warn_of_joining
-from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
+from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element, read_batch
 from hvdtrain.errors import UsageError, warn_user
 
 
@@ -155,7 +154,7 @@ class ItemSource(KnownSource):
 
     @property
     def element(self) -> Any:
-        return weighted(self.given, self.reading.class_weight, self.reading.float_dtype)
+        return weighted(self.given, self.reading)
 
     def sample(self) -> dict[str, list[float | str]]:
         # Items are compared as they are read: requesting one beforehand would cost as much.
@@ -176,20 +175,17 @@ class ItemSource(KnownSource):
         self.items.skip(len(epochs))
 
     def _shares(self, slots: Sequence[Slot]) -> Iterator[Share]:
-        reading = self.reading
         order = self.order(-(-self.pass_length // self.item_length))
         wanted = [list(self._pieces(order, slot.begin, slot.end)) for slot in slots]
         first = slots[0].begin - slots[0].offset
         compared = next(self._pieces(order, first, first + 1)).whole
-        seed = (reading.seed, first // self.pass_length)
+        seed = (self.reading.seed, first // self.pass_length)
         data = self._read([compared, *itertools.chain(*wanted)], seed)
         checksum: int | None = structures.checksum(next(data))
         bare = structures.is_bare(self.given)
         for slot, pieces in zip(slots, wanted, strict=True):
             rows = structures.concatenate(list(itertools.islice(data, len(pieces))))
-            rows = apply_class_weight(
-                rows, reading.class_weight, reading.float_dtype, self.items.name
-            )
+            rows = apply_class_weight(rows, self.reading, self.items.name)
             yield slot.share(structures.as_given(rows, bare), checksum)
             checksum = None
         next(data, None)  # Runs to the end, where on_epoch_end is called.
@@ -213,7 +209,9 @@ class ItemSource(KnownSource):
         order = [index for index, _ in itertools.groupby(piece.index for piece in pieces)]
         found = self.items.in_order(order, seed)
         for index, same in itertools.groupby(pieces, key=lambda piece: piece.index):
-            data = self._data(index, next(found))
+            data = read_batch(
+                next(found), f"item {index} of the {self.items.name}", self.reading.float_dtype
+            )
             for piece in same:
                 self._require_length(piece, structures.count_examples(data, self.items.name))
                 yield structures.cut(data, piece.begin, piece.end)
@@ -227,12 +225,6 @@ class ItemSource(KnownSource):
                 f"{self.item_length}. If they differ in length, pass a function that yields them "
                 "one by one; every rank then reads all of them."
             )
-
-    def _data(self, index: int, item: Any) -> tuple:
-        where = f"item {index} of the {self.items.name}"
-        return structures.cast_floats(
-            structures.read(as_data(item, where)), self.reading.float_dtype
-        )
 
 
 @dataclass(frozen=True)
@@ -249,9 +241,8 @@ class _Piece:
         return replace(self, begin=0, end=self.length)
 
 
-def py_dataset_source(dataset: Any, reading: ReadOptions) -> ItemSource | None:
+def py_dataset_source(items: Items, reading: ReadOptions) -> ItemSource | None:
     """Return the source of a PyDataset; None unless its first two items and the last show equal lengths."""
-    items = Items(dataset)
     count = items.count
     if not count or items.are_batches:
         return None

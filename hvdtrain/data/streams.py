@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from hvdtrain.data import structures
 from hvdtrain.data.arrays import convert, unpack
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.shard_point import ShardPoint, Window
+from hvdtrain.data.sharding import ShardPoint, Window
 from hvdtrain.data.share import (
     Part,
     ReadOptions,
@@ -109,7 +109,7 @@ class StreamSource:
 
     @cached_property
     def element(self) -> Any:
-        return weighted(self.stream.element(), self.reading.class_weight, self.reading.float_dtype)
+        return weighted(self.stream.element(), self.reading)
 
     @property
     def unrepeatable(self) -> str:
@@ -155,7 +155,7 @@ class StreamSource:
         first = next(batches, None)
         if first is None:
             return
-        size = structures.count_examples(first, "")
+        size = structures.count_examples(first)
         batches = itertools.chain([first], batches)
         if self.stream.whole or self.varies or size == self.reading.global_batch_size:
             found = self._as_they_come(batches)
@@ -203,7 +203,7 @@ class StreamSource:
     def _as_they_come(self, batches: Iterator[tuple]) -> Iterator["GlobalBatch"]:
         short = 0
         for batch in batches:
-            examples = structures.count_examples(batch, "")
+            examples = structures.count_examples(batch)
             if examples > self.reading.global_batch_size and not self.stream.whole:
                 other = "" if self.varies else ", or cut them to one size (Dataset.rebatch)"
                 raise UsageError(
@@ -246,13 +246,9 @@ class StreamSource:
     def _batches(self, number: int) -> Iterator[tuple]:
         for index, batch in enumerate(self.stream.open(number)):
             where = f"batch {index} of the {self.stream.name}"
-            data = structures.cast_floats(
-                structures.read(as_data(batch, where)), self.reading.float_dtype
-            )
+            data = read_batch(batch, where, self.reading.float_dtype)
             if structures.count_examples(data, where):
-                yield apply_class_weight(
-                    data, self.reading.class_weight, self.reading.float_dtype, where
-                )
+                yield apply_class_weight(data, self.reading, where)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +263,7 @@ class GlobalBatch:
         parts = []
         start = 0
         for piece in self.pieces:
-            stop = start + structures.count_examples(piece, "")
+            stop = start + structures.count_examples(piece)
             if start < end and begin < stop:
                 parts.append(structures.cut(piece, max(begin - start, 0), end - start))
             start = stop
@@ -292,7 +288,7 @@ def global_batches(
     pieces: list[tuple] = []
     waiting = step = 0
     for batch in batches:
-        length = structures.count_examples(batch, "")
+        length = structures.count_examples(batch)
         begin = 0
         while begin < length:
             size = size_of(step)
@@ -354,6 +350,11 @@ def as_data(batch: Any, where: str) -> tuple:
         return convert(unpack(batch))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def read_batch(batch: Any, where: str, float_dtype: str) -> tuple:
+    """Return `as_data` of one batch, in memory and with floats of one dtype."""
+    return structures.cast_floats(structures.read(as_data(batch, where)), float_dtype)
 
 
 def common_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:

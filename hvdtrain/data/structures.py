@@ -75,8 +75,8 @@ def named_parts(data: tuple) -> list[tuple[str, Any]]:
     ]
 
 
-def count_examples(data: tuple, where: str) -> int:
-    """Return the length of the first dimension, which all leaves share.
+def count_examples(data: tuple, where: str = "the data") -> int:
+    """Return the length of the first dimension, which all leaves share; `where` names the data in messages.
 
     Raises:
         UsageError: If the lengths differ; names each part and its length.

@@ -1,11 +1,15 @@
 """Inspects the graph of a tf.data pipeline: whether its elements are batches, and where its shard point is."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.data import structures
-from hvdtrain.data.shard_point import ShardPoint
 from hvdtrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hvdtrain.data.sharding import ShardPoint
 
 BATCHING = {
     "_BatchDataset",

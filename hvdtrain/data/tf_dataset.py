@@ -5,7 +5,6 @@ autotuning, whose extra threads take the cores of neighbouring ranks (two ranks 
 without).
 """
 
-import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +35,7 @@ def is_dataset(value: Any) -> bool:
 
 
 def dataset_stream(
-    dataset: Any, reading: ReadOptions, *, batched: bool | None, threads: int | None
+    dataset: Any, reading: ReadOptions, *, batched: bool | None, threads: int
 ) -> Stream:
     """Return the stream of a Dataset: its batches, or its examples in global batches, as arrays that share its memory.
 
@@ -44,7 +43,7 @@ def dataset_stream(
         dataset: A tf.data.Dataset.
         reading: Settings of the reading.
         batched: Whether its elements are batches; None: detect it (`is_batched`).
-        threads: Number of tf.data's threads; None: the CPU cores that this process may use.
+        threads: Number of tf.data's threads.
 
     Raises:
         UsageError: If elements are not dense, or a wrong operation follows its shard point.
@@ -135,7 +134,7 @@ def read(dataset: Any) -> Iterator[Any]:
         ) from error
 
 
-def options_of(dataset: Any, threads: int | None) -> Any:
+def options_of(dataset: Any, threads: int) -> Any:
     """Return the options that the user left open, and a deterministic order, as all ranks must read the same."""
     import tensorflow as tf
 
@@ -144,5 +143,5 @@ def options_of(dataset: Any, threads: int | None) -> Any:
     if dataset.options().autotune.enabled is None:
         options.autotune.enabled = False
     if dataset.options().threading.private_threadpool_size is None:
-        options.threading.private_threadpool_size = threads or len(os.sched_getaffinity(0))
+        options.threading.private_threadpool_size = threads
     return options

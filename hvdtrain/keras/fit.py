@@ -17,9 +17,13 @@ import tensorflow as tf
 from keras import callbacks as kc
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.consistency import any_rank, require_alike, require_equal
+from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.collectives.gradient_accumulation import common_accumulators, share_accumulators
-from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
+from hvdtrain.collectives.replicas import (
+    broadcast_variables,
+    check_replicas,
+    require_same_model,
+)
 from hvdtrain.collectives.tensor_names import is_named_by_places
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras.writers import (
@@ -30,7 +34,6 @@ from hvdtrain.keras.writers import (
     failing_together,
     on_this_rank,
 )
-from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.keras_files import note_arguments
@@ -123,9 +126,7 @@ def _agree(
     """
     together = [type(c).__name__ for c in callbacks if getattr(c, "hvdtrain_on_all_ranks", False)]
     facts["what must be among the callbacks of every rank"] = sorted(together)
-    adapted = adapted_states(model)
-    require_equal(facts | adapted_facts(adapted), "fit", "callbacks", ranks)
-    require_alike(adapted_numbers(adapted), "fit", ranks)
+    require_same_model(facts, model, "fit", "callbacks", ranks)
     stops = any(isinstance(c, kc.TerminateOnNaN) for c in callbacks)
     # BroadcastGlobalVariablesCallback checks the replicas, unless its guard is off.
     guarded = any(isinstance(c, BroadcastGlobalVariablesCallback) for c in callbacks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,16 +31,6 @@ class Adapted:
     size: int
     digest: bytes
     numbers: list[float]
-
-
-def adapted_facts(states: Sequence[Adapted]) -> dict[str, str]:
-    """Return `states` without the numbers, as facts for `require_equal`."""
-    return {one.what: f"{one.size} values (SHA-256 {one.digest.hex()}...)" for one in states}
-
-
-def adapted_numbers(states: Sequence[Adapted]) -> dict[str, list[float | str]]:
-    """Return the numbers of `states`, for `require_alike`."""
-    return {one.what: [*one.numbers] for one in states if one.numbers}
 
 
 def adapted_states(model: keras.Model) -> list[Adapted]:

@@ -85,7 +85,7 @@ def _by_place(optimizer: Any) -> dict[tuple[int, int], Any]:
     return {slots.get(id(v)) or (0, next(common)): v for v in optimizer.variables}
 
 
-def prepare_saving() -> None:
+def prepare_sharded_files() -> None:
     """Correct the methods of Keras that save an optimizer's variables one by one. Idempotent."""
     correct(keras.optimizers.LossScaleOptimizer, "save_own_variables", _save_scaled)
     correct(keras.optimizers.LossScaleOptimizer, "load_own_variables", _load_scaled)

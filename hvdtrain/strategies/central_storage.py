@@ -16,8 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals.variables import make_again
-from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.replica_steps import ReplicaSteps, require_plain
+from hvdtrain.strategies.replica_steps import ReplicaSteps
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy
 from hvdtrain.strategies.strategy import ModelSource
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY
@@ -45,22 +44,11 @@ class CentralStorage(ReplicaStrategy):
         super().__init__()
         self._wanted = compute_devices
         self._parameter_device = parameter_device
-        self._strategy: tf.distribute.Strategy | None = None
 
-    def start(self, seed: int) -> Rank:
-        rank = init(seed, whole_machine=True)
-        if rank.size > 1:
-            raise UsageError(
-                f"strategy {CENTRAL_STORAGE} runs in one process with all GPUs of its machine, but "
-                f"{rank.size} ranks were started: start one (hvdtrain run --strategy "
-                f"{CENTRAL_STORAGE})"
-            )
-        devices = self._devices()
-        self._strategy = tf.distribute.experimental.CentralStorageStrategy(
-            devices, self._parameter_device
+    def connect(self) -> tf.distribute.Strategy:
+        return tf.distribute.experimental.CentralStorageStrategy(
+            self._devices(), self._parameter_device
         )
-        self.workers = len(devices)
-        return rank
 
     def _devices(self) -> list[str]:
         there = [d.name for d in tf.config.list_logical_devices()]
@@ -99,8 +87,7 @@ class CentralStorage(ReplicaStrategy):
         return built
 
     def distribute(self, optimizer: Any) -> Any:
-        require_plain(optimizer, CENTRAL_STORAGE)
-        self._move(optimizer.variables)
+        self._move(super().distribute(optimizer).variables)
         return optimizer
 
     def _move(self, variables: Iterable[keras.Variable]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -11,21 +10,19 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.idle_ranks import take_over
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.collectives.step_context import Step, in_step, without_others
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.corrections import in_clusters
-from hvdtrain.keras_internals.metric_calls import Source, metrics_of
+from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, overridden, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_scaled, step_counts
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
     identity,
     optimizer_variables,
-    seed_variables,
     untracked_variables,
     values_kept,
     variable_name,
@@ -33,13 +30,14 @@ from hvdtrain.keras_internals.variables import (
 )
 from hvdtrain.strategies import batch_dependence, complaints
 from hvdtrain.strategies.data_dependence import with_decision_warnings
+from hvdtrain.strategies.idle_ranks import take_over
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
 from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of
 from hvdtrain.strategies.skipped_steps import skipped_steps_of
 from hvdtrain.strategies.state_logs import StateLogs
 from hvdtrain.strategies.stateful_updates import grown_together
 from hvdtrain.strategies.step_metrics import StepMetrics
-from hvdtrain.strategies.strategy import Logs, Steps
+from hvdtrain.strategies.strategy import Logs, Steps, in_order
 from hvdtrain.strategies.trial import in_one_line, unchanged
 from hvdtrain.strategies.value_probe import batch_statistics, kind_of_loss, predicts_together
 
@@ -52,27 +50,13 @@ def _of_size(step: Callable[[Any], Any], leading: tuple[int, ...]) -> Callable[[
 
 
 def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that runs `step` on each slice of its data along the leading dimension, in order.
-
-    The function returns the result of the last step.
-    """
+    """Return a function that runs `step` on each slice of its data along the leading dimension; see `in_order`."""
 
     def steps(stacked: Any) -> Any:
-        count = tf.nest.flatten(stacked)[0].shape[0]
-        logs = step(tf.nest.map_structure(lambda leaf: leaf[0], stacked))
-        if tf.executing_eagerly():
-            for number in range(1, count):
-                logs = step(tf.nest.map_structure(lambda leaf, i=number: leaf[i], stacked))
-            return logs
+        def run(number: Any) -> Any:
+            return step(tf.nest.map_structure(lambda leaf: leaf[number], stacked))
 
-        def body(number: Any, _: Any) -> Any:
-            return number + 1, step(tf.nest.map_structure(lambda leaf: leaf[number], stacked))
-
-        # Sequentially: two collectives in flight must not have the same name.
-        _, logs = tf.while_loop(
-            lambda number, _: number < count, body, (tf.constant(1), logs), parallel_iterations=1
-        )
-        return logs
+        return in_order(tf.nest.flatten(stacked)[0].shape[0], run)
 
     return steps
 
@@ -80,24 +64,22 @@ def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class RankSteps(Steps):
     """Runs a built and compiled model on shares, each weighted by its part of the global batch.
 
-    With one worker nothing is weighted: the steps are Keras's own.
+    With one rank nothing is weighted: the steps are Keras's own.
 
     Args:
         model: Built and compiled model.
         ranks: Ranks that share each global batch.
-        workers: Number of these ranks.
         together: Whether they make each training step together; otherwise each trains alone on its share.
         copy: Ranks of the job that hold the parts of this rank's copy of the model, and read the same examples.
 
     Raises:
-        UsageError: A loss needs the whole batch, and there are several workers.
+        UsageError: A loss needs the whole batch, and there are several ranks.
     """
 
     def __init__(
         self,
         model: keras.Model,
         ranks: Communicator,
-        workers: int,
         together: bool = True,
         copy: Sequence[int] = (),
     ) -> None:
@@ -110,23 +92,24 @@ class RankSteps(Steps):
         self._probed = False
         own = overridden(model, "compute_loss", "test_step") or own_losses(model)
         self._test_probed = not own
-        self._predict_probed = workers == 1
-        self._step: Step | None = None
-        self._step_of_test: Step | None = None
+        several = ranks.size() > 1
+        self._predict_probed = not several
+        self._context: Step | None = None
+        self._test_context: Step | None = None
         self._summed: list[tf.Variable] = []
         self._averaged: list[tf.Variable] = []
-        if workers > 1:
+        if several:
             if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
             make_exact(model)
-            self._step = Step(
+            self._context = Step(
                 self._share,
                 TotalOfRanks(self._ranks),
                 # With loss scaling, every train_step passes its loss through scale_loss.
                 share_in_loss=trains_by_keras(model) or all(map(is_scaled, optimizers_of(model))),
                 half=computed_in_half(model),
             )
-            self._step_of_test = self._step
+            self._test_context = self._context
         train, test = model.train_step, model.test_step
         if model.jit_compile:
             train = in_clusters(train)
@@ -136,13 +119,11 @@ class RankSteps(Steps):
         self._test_metrics = StepMetrics(self._metrics, self._share, self._warn)
         self._train_logs = StateLogs(model, train, self._ranks)
         self._test_logs = StateLogs(model, test, self._ranks)
-        self._train_sources: dict[str, Source] = {}
-        self._test_sources: dict[str, Source] = {}
-        if workers > 1:
+        if several:
             if together:
                 train = with_decision_warnings(model, train, self._warn)
-            train = self._growing(self._train_metrics.over(train, self._train_sources))
-            test = self._test_metrics.over(test, self._test_sources)
+            train = self._growing(self._train_metrics.over(train))
+            test = self._test_metrics.over(test)
         if (skipped := skipped_steps_of(model)) is not None:
             train = skipped.around(train)
         self._train_step = train
@@ -179,17 +160,15 @@ class RankSteps(Steps):
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares` in order; return this rank's running logs, as scalar tensors."""
         if len(shares) == 1:
-            logs = self._run(self._train, shares[0], self._step, self._together)
-            if self._together and self._some_are_idle(shares[0]):
-                own = [*state_variables(self._metrics), *seed_variables(self._model)]
-                state = without(self._model.non_trainable_variables, own)
-                take_over(state, not shares[0].examples, self._ranks)
+            logs = self._run(self._train, shares[0], self._context, self._together)
+            if self._together:
+                take_over(self._model, shares[0], self._ranks)
         else:
             data = [share.data for share in shares]
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
             several = replace(shares[0], data=stacked)
-            logs = self._run(self._train_several, several, self._step, self._together)
-        return self._train_metrics.logs(logs, self._train_sources, self._train_logs)
+            logs = self._run(self._train_several, several, self._context, self._together)
+        return self._train_metrics.logs(logs, self._train_logs)
 
     def trace(self, data: Any) -> Any:
         """Return the tf.function graph of a training step, which does not run, on data like `data`.
@@ -197,7 +176,7 @@ class RankSteps(Steps):
         Args:
             data: (x, y, sample_weight) of tf.TensorSpec, with the number of examples of a share.
         """
-        with nullcontext() if self._step is None else in_step(self._step):
+        with in_step(self._context):
             return tf.function(self._train_step, autograph=False).get_concrete_function(data).graph
 
     def probe(self, share: Share) -> None:
@@ -206,7 +185,7 @@ class RankSteps(Steps):
         Raises:
             UsageError: On all ranks: they do not add up, or a step assigns to a weight directly.
         """
-        if self._step is None or self._probed:
+        if self._context is None or self._probed:
             return
         self._probed = True
         self._warn(batch_dependence.warning_by_nature(self._model))
@@ -217,12 +196,12 @@ class RankSteps(Steps):
             self._warn(complaints.could_not_be_tried(self._model, why_not))
             return
         with without_others(self._copy):
-            mine = probe(self._model, data, self._step)
+            mine = probe(self._model, data, self._context)
         found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
         once = set.intersection(*(set(each.once) for each in found))
         variables = self._model.trainable_variables
         looked_up = frozenset(identity(variables[place]) for place in once)
-        self._step = replace(self._step, once=looked_up)
+        self._context = replace(self._context, once=looked_up)
         self._keep_in_step(found)
         if self._model.run_eagerly:
             self._look_for_decisions(data)
@@ -232,13 +211,13 @@ class RankSteps(Steps):
             self._warn(why_not and complaints.could_not_be_tried(self._model, why_not))
             return
         if all(each.as_mean for each in judged):
-            self._step = replace(self._step, checked=True)
+            self._context = replace(self._context, checked=True)
         elif all(each.as_sum for each in judged) and trains_by_keras(self._model):
-            self._step = replace(self._step, checked=True, loss_is_sum=True)
+            self._context = replace(self._context, checked=True, loss_is_sum=True)
         else:
             raise UsageError(complaints.does_not_add_up(self._model, judged))
         self._test_probed = self._test_probed or overridden(self._model, "test_step") is None
-        self._use_in_tests(self._step)
+        self._use_in_tests(self._context)
         self._warn_of_statistics(self._model.train_step, data)
 
     def probe_test(self, share: Share) -> None:
@@ -246,7 +225,7 @@ class RankSteps(Steps):
 
         `probe` comes too late: a model may be evaluated before it is trained, or by a process that does not train.
         """
-        if self._step_of_test is None or self._test_probed:
+        if self._test_context is None or self._test_probed:
             return
         data = self._some_examples(share)
         if data is None or keeps_rows(self._model):
@@ -256,33 +235,33 @@ class RankSteps(Steps):
         if overridden(self._model, "test_step") is not None:
             return  # Its loss may be another.
         with without_others(self._copy):
-            mine = kind_of_loss(self._model, data, self._step_of_test)
+            mine = kind_of_loss(self._model, data, self._test_context)
         kinds = {kind for kind in self._ranks.exchange(mine, "loss") if kind}
         if kinds in ({"mean"}, {"sum"}):
             is_sum = kinds == {"sum"}
-            self._use_in_tests(replace(self._step_of_test, checked=True, loss_is_sum=is_sum))
+            self._use_in_tests(replace(self._test_context, checked=True, loss_is_sum=is_sum))
         elif kinds:
             self._warn(complaints.loss_of_parts(self._model))
 
     def _warn_of_statistics(self, run: Callable[[Any], Any], data: Any) -> None:
-        assert self._step is not None
+        assert self._context is not None
         with without_others(self._copy):
-            names = batch_statistics(self._model, data, self._step, run)
+            names = batch_statistics(self._model, data, self._context, run)
         for name in names:
             self._warn(complaints.no_mean(name))
 
     def _use_in_tests(self, step: Step) -> None:
         """Weight the losses of test steps as `step` says, also of those traced before."""
-        assert self._step_of_test is not None
-        if step.loss_is_sum != self._step_of_test.loss_is_sum:
+        assert self._test_context is not None
+        if step.loss_is_sum != self._test_context.loss_is_sum:
             self._test = self._compiled(self._test_step)
-        self._step_of_test = step
+        self._test_context = step
 
     def _look_for_decisions(self, data: Any) -> None:
         """Trace the step of a model that runs eagerly, since decisions are visible only in a graph."""
         step = with_decision_warnings(self._model, self._model.train_step, self._warn)
         try:
-            with unchanged(self._model), in_step(self._step):
+            with unchanged(self._model), in_step(self._context):
                 tf.function(step, autograph=False).get_concrete_function(data)
         except UsageError:
             raise
@@ -348,8 +327,8 @@ class RankSteps(Steps):
 
     def test(self, share: Share) -> Logs:
         """Update the metrics with `share`; return this rank's running logs."""
-        logs = self._run(self._test, share, self._step_of_test)
-        return self._test_metrics.logs(logs, self._test_sources, self._test_logs)
+        logs = self._run(self._test, share, self._test_context)
+        return self._test_metrics.logs(logs, self._test_logs)
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` (on an idle rank, for its filler example)."""
@@ -363,9 +342,9 @@ class RankSteps(Steps):
         data = self._some_examples(share)
         if data is None or keeps_rows(self._model):
             return
-        assert self._step_of_test is not None
+        assert self._test_context is not None
         with without_others(self._copy):
-            together = predicts_together(self._model, data, self._step_of_test)
+            together = predicts_together(self._model, data, self._test_context)
         self._warn(complaints.predicts_together(self._model) if together else None)
 
     def _run(
@@ -383,16 +362,9 @@ class RankSteps(Steps):
             self._share_value = value
         if not together:
             return step(share.data) if share.examples else self._run_for_logs(step, share)
-        with in_step(context):
-            return step(share.data) if share.examples else self._run_idle(step, share)
-
-    def _some_are_idle(self, share: Share) -> bool:
-        too_few = share.some_idle or share.global_examples < self._ranks.size()
-        return self._step is not None and too_few
-
-    def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
-        """Run a step on a filler example, to take part in the collectives; restore the metrics afterwards."""
-        with values_kept(state_variables(self._metrics)):
+        # An idle rank takes part in the collectives with a filler example, which must not count.
+        uncounted = [] if share.examples else state_variables(self._metrics)
+        with in_step(context), values_kept(uncounted):
             return step(share.data)
 
     def _run_for_logs(self, step: Callable[[Any], Any], share: Share) -> Logs:

@@ -30,12 +30,11 @@ from hvdtrain.collectives.statistics import SEED_STRIDE
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
-from hvdtrain.keras_internals import replica_scope as replica_scope
-from hvdtrain.keras_internals.building import build_model
+from hvdtrain.keras_internals import replica_scope
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.metric_calls import Calls, metrics_of, watched
 from hvdtrain.keras_internals.models import flat_logs, means_of, trains_by_keras
-from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
+from hvdtrain.keras_internals.optimizers import require_gradients
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
@@ -47,7 +46,7 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import SummedMetrics
-from hvdtrain.strategies.strategy import Logs, Steps
+from hvdtrain.strategies.strategy import Logs, Steps, in_order
 
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
 """Without this option a TPU treats every dimension of its inputs as dynamic."""
@@ -192,18 +191,7 @@ class ReplicaSteps(Steps):
     def _steps(self, step: str, count: int, examples: int, parts: Any) -> Logs:
         """Run `count` steps on `examples` examples each, in order."""
         run = functools.partial(self._step, step, examples, parts)
-        if count == 1:
-            return run(None)
-        if tf.executing_eagerly():
-            return [run(number) for number in range(count)][-1]
-        logs = run(0)
-        _, logs = tf.while_loop(
-            lambda number, _: number < count,
-            lambda number, _: (number + 1, run(number)),
-            (tf.constant(1), logs),
-            parallel_iterations=1,
-        )
-        return logs
+        return run(None) if count == 1 else in_order(count, run)
 
     def _step(self, step: str, examples: int, parts: Any, number: Any) -> Logs:
         """Run one step, outside the replicas; `number` is the index of the share if there are several."""
@@ -412,15 +400,6 @@ def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
     return tf.bitwise.bitwise_xor(seed, tf.cast(offset, seed.dtype))
 
 
-def require_plain(optimizer: Any, strategy: str) -> None:
-    """Raise UsageError for an optimizer that Horovod distributes."""
-    if is_distributed(optimizer):
-        raise UsageError(
-            f"strategy {strategy}: the optimizer is distributed by Horovod, and the replicas of one process are not "
-            "its ranks: pass the Trainer the plain optimizer, without DistributedOptimizer"
-        )
-
-
 def _require_own_collectives(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         if getattr(layer, "hvdtrain_synchronized", False):
@@ -431,7 +410,7 @@ def _require_own_collectives(model: keras.Model) -> None:
 
 
 @contextlib.contextmanager
-def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def variables_on_replicas(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Create variables of which every replica of `strategy` has its own copy, and updates it by itself.
 
     Variables of metrics stay on the host; replicas return their growth.
@@ -449,9 +428,3 @@ def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
     with strategy.scope(), tf.variable_creator_scope(create):
         yield
-
-
-def build(model: keras.Model, data: Any) -> int:
-    """Create all variables of a compiled model for symbolic `data`; return the number of examples of a global batch."""
-    build_model(model, data)
-    return int(tf.nest.flatten(data)[0].shape[0])

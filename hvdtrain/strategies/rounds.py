@@ -218,7 +218,7 @@ class RoundRunner(Runner):
             return super().steps(model)
         _refuse(model, self._sync)
         self.rounds = Rounds(self._sync, model, here.data_set)
-        steps = RankSteps(model, here.data_set, here.mesh.data, False, here.tensor_set.ranks)
+        steps = RankSteps(model, here.data_set, False, here.tensor_set.ranks)
         return RoundSteps(steps, self.rounds)
 
     def end_round(self) -> None:

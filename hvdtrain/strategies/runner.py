@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.consistency import require_alike, require_equal
+from hvdtrain.collectives.consistency import require_alike
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import state_variables
+from hvdtrain.collectives.replicas import require_same_model
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.adapted import (
-    adapted_facts,
-    adapted_numbers,
-    adapted_states,
-    adapted_statistics,
-)
+from hvdtrain.keras_internals.adapted import adapted_statistics
 from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.models import metric_names, symbolic_inputs
 from hvdtrain.keras_internals.variables import tf_variable
@@ -66,9 +62,7 @@ class Runner:
                 list(tf_variable(v).shape) for v in state_variables(model.metrics)
             ],
         }
-        adapted = adapted_states(model)
-        require_equal(built | adapted_facts(adapted), what, "model")
-        require_alike(adapted_numbers(adapted), what)
+        require_same_model(built, model, what, "model")
         _require_same_statistics(model, what)
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
@@ -84,7 +78,7 @@ class Runner:
         """
         del data
         here = self.position
-        return RankSteps(model, here.data_set, here.mesh.data, copy=here.tensor_set.ranks)
+        return RankSteps(model, here.data_set, copy=here.tensor_set.ranks)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         """Return the metrics since their reset, over all ranks; see Strategy.logs."""

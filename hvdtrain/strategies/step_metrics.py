@@ -23,10 +23,11 @@ from hvdtrain.collectives.metric_merging import (
     SUM,
     Finding,
     Trial,
+    Updates,
     can_be_weighted,
     find_rules,
 )
-from hvdtrain.collectives.metric_trials import Calls, has_scalars, make_trials
+from hvdtrain.collectives.metric_trials import has_scalars, make_trials
 from hvdtrain.collectives.metrics import (
     as_value,
     average_logs,
@@ -81,6 +82,7 @@ class StepMetrics:
 
     Attributes:
         rules: Rules found so far for states that do not add up, by the id of the tf.Variable.
+        sources: Sources of the logs that are results of metrics, of a step that `over` has wrapped.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class StepMetrics:
         self._tried: set[int] = set()
         self._sums: set[int] = set()
         self.rules: dict[int, str] = {}
+        self.sources: dict[str, Source] = {}
         states = state_variables(metrics)
         self._targets = [tf_variable(v) for v in states if in_parts or can_be_weighted(v)]
         self._counters: dict[int, tf.Variable] = {}
@@ -114,12 +117,12 @@ class StepMetrics:
             if (begun := self._counters.get(id(target))) is not None:
                 begun.assign(target)
 
-    def over(self, step: Callable[[Any], Any], sources: dict[str, Source]) -> Callable[[Any], Any]:
-        """Wrap `step` in `count`, and put the sources of its logs into `sources`."""
+    def over(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap `step` in `count`, and note the sources of its logs."""
 
         def counted(data: Any) -> Any:
             logs, found = self.count(lambda: step(data), tf.nest.flatten(data)[0].shape[0])
-            sources.update(found)
+            self.sources.update(found)
             return logs
 
         return counted
@@ -145,14 +148,9 @@ class StepMetrics:
                 target.assign(begun + (target - value))
         return logs, calls.sources(logs)
 
-    def logs(
-        self,
-        logs: Mapping[str, Any],
-        sources: Mapping[str, Source],
-        of_states: StateLogs | None = None,
-    ) -> StepLogs:
-        """Return the logs of a step, together with the rules found so far."""
-        return StepLogs(logs, sources, self.rules, of_states)
+    def logs(self, logs: Mapping[str, Any], of_states: StateLogs | None = None) -> StepLogs:
+        """Return the logs of a step, together with the sources and rules found so far."""
+        return StepLogs(logs, self.sources, self.rules, of_states)
 
     def _add_counters(self, counters: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> None:
         """Note the values of counters before the first part of the first step, which is being run or traced."""
@@ -164,7 +162,7 @@ class StepMetrics:
                     self._counters[id(target)] = tf.Variable(begun, trainable=False)
 
     def _learn(
-        self, metric: keras.metrics.Metric, calls: Calls, examples: int
+        self, metric: keras.metrics.Metric, calls: Updates, examples: int
     ) -> list[tf.Variable]:
         """Find the rules of a metric; return those of its states that count the steps and not the parts of a step."""
         if hides_state(metric):
@@ -215,7 +213,7 @@ class SummedMetrics:
         self._parts = parts
         self._tried: set[int] = set()
 
-    def learn(self, updates: Sequence[tuple[keras.metrics.Metric, Calls]], examples: int) -> None:
+    def learn(self, updates: Sequence[tuple[keras.metrics.Metric, Updates]], examples: int) -> None:
         """Test the metrics that a step on `examples` examples has updated, each once."""
         for metric, calls in updates:
             if id(metric) in self._tried or is_known_to_add_up(metric):
@@ -231,7 +229,7 @@ class SummedMetrics:
                 warn_user(_complaint(metric, found[0]))
 
     def _try(
-        self, metric: keras.metrics.Metric, calls: Calls, examples: int, adds_up: bool
+        self, metric: keras.metrics.Metric, calls: Updates, examples: int, adds_up: bool
     ) -> Finding:
         with tf.init_scope():
             return find_rules(metric, make_trials(calls, examples, adds_up, self._parts), [SUM])
@@ -314,8 +312,8 @@ def _counters(metric: keras.metrics.Metric, trial: Trial) -> list[tf.Variable]:
     metric.reset_state()
     states = [read_state([metric])]
     for updates in trial.whole:
-        for update in updates:
-            metric.update_state(*update.args, **update.kwargs)
+        for args, kwargs in updates:
+            metric.update_state(*args, **kwargs)
         states.append(read_state([metric]))
     write_state([metric], own)
     growths = [np.diff(values, axis=0) for values in zip(*states, strict=True)]

@@ -6,12 +6,13 @@ Trainer's contract: losses, metrics, predictions and weights are those of one wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.data import Part, Share
@@ -54,6 +55,20 @@ class Steps:
 
     def probe_predict(self, share: Share) -> None:
         """Before the first prediction: warn of outputs that depend on the other examples of a batch."""
+
+
+def in_order(count: int, run: Callable[[Any], Any]) -> Any:
+    """Call `run` with 0, 1, ... below `count`, one after the other in a graph too, and return the last result."""
+    if tf.executing_eagerly():
+        return [run(number) for number in range(count)][-1]
+    # Sequentially: two collectives in flight must not have the same name.
+    _, result = tf.while_loop(
+        lambda number, _: number < count,
+        lambda number, _: (number + 1, run(number)),
+        (tf.constant(1), run(0)),
+        parallel_iterations=1,
+    )
+    return result
 
 
 class Strategy:

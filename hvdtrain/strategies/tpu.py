@@ -19,9 +19,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals import replica_scope as replica_scope
-from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.replica_steps import ReplicaSteps, local_variables, require_plain
+from hvdtrain.keras_internals import replica_scope
+from hvdtrain.strategies.replica_steps import ReplicaSteps, variables_on_replicas
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy
 from hvdtrain.strategies.strategy import ModelSource
 from hvdtrain.strategies.trial import in_one_line
@@ -48,23 +47,15 @@ class TPU(ReplicaStrategy):
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self._tpu = name
-        self._strategy: tf.distribute.Strategy | None = None
 
-    def start(self, seed: int) -> Rank:
-        rank = init(seed, whole_machine=True)
-        if rank.size > 1:
-            raise UsageError(
-                f"strategy {NAME} drives all cores of a TPU from one process, and {rank.size} ranks were started: "
-                f"start one (hvdtrain run --strategy {NAME})"
-            )
-        self._strategy = connect(self._tpu)
+    def connect(self) -> tf.distribute.Strategy:
+        strategy = connect(self._tpu)
         replica_scope.read_mirrored_scalars()
-        self.workers = self._strategy.num_replicas_in_sync
-        return rank
+        return strategy
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         assert self._strategy is not None
-        return local_variables(self._strategy)
+        return variables_on_replicas(self._strategy)
 
     def build(self, model: ModelSource) -> keras.Model:
         if isinstance(model, keras.Model) and model.variables:
@@ -81,7 +72,7 @@ class TPU(ReplicaStrategy):
         Raises:
             UsageError: The optimizer is distributed by Horovod, or has variables already, which are elsewhere.
         """
-        require_plain(optimizer, NAME)
+        super().distribute(optimizer)
         if optimizer.built:
             raise UsageError(
                 f"strategy {NAME}: the optimizer was used before the TPU was connected, so its "

@@ -21,7 +21,7 @@ TRAIN_METHODS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin",
 TEST_METHODS = ("on_test_batch_begin", "on_test_batch_end")
 
 
-def on_this_rank(
+def callbacks_of_rank(
     callbacks: Sequence[keras.callbacks.Callback], is_first: bool, saves_together: bool = False
 ) -> list[keras.callbacks.Callback]:
     """Return the callbacks that this rank runs: all on rank 0, only those that write nothing on the others.
@@ -60,7 +60,7 @@ def on_this_rank(
 def written_by_first(
     callbacks: Sequence[keras.callbacks.Callback], saves_together: bool
 ) -> list[keras.callbacks.Callback]:
-    """Return the writers that only rank 0 runs; for `saves_together` see `on_this_rank`."""
+    """Return the writers that only rank 0 runs; for `saves_together` see `callbacks_of_rank`."""
     together = (kc.ModelCheckpoint,) if saves_together else ()
     return [c for c in callbacks if isinstance(c, WRITERS) and not isinstance(c, together)]
 
@@ -114,14 +114,11 @@ class _SavedTogether:
         self._save = lambda: save(callback.hvdtrain_path)
 
     def save(self, filepath: Any, overwrite: bool = True) -> None:
-        """Write the whole model with its optimizer to the callback's .keras file."""
+        """Write the whole model with its optimizer to the callback's .keras file, or all weights to its .weights.h5."""
         del filepath, overwrite
         self._save()
 
-    def save_weights(self, filepath: Any, overwrite: bool = True) -> None:
-        """Write all weights to the callback's .weights.h5 file."""
-        del filepath, overwrite
-        self._save()
+    save_weights = save
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

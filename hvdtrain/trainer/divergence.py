@@ -38,10 +38,7 @@ MOST_REWINDS = 3
 """Maximum number of returns to the same checkpoint."""
 
 Rewind = Callable[[int, bool], int | None]
-"""Restores the newest checkpoint; see `FitCheckpoints.rewind`.
-
-Takes the epoch, from 0, and whether it ends. Returns the number of steps of the checkpoint, or None if there is none.
-"""
+"""Restores the newest checkpoint, given the epoch, from 0, and whether it ends; see `FitCheckpoints.rewind`."""
 
 
 @dataclass(frozen=True)
@@ -327,16 +324,7 @@ def loss_watch(
     model: keras.Model,
     saved: FitCheckpoints | None,
 ) -> LossWatch | None:
-    """Return the LossWatch of a fit; None for the policy "warn".
-
-    Args:
-        policy: "warn", "stop", "skip" or "rewind".
-        source: Training data.
-        part: Share of each global batch that this rank reads.
-        run_dir: Folder of the run, if any.
-        model: Compiled model.
-        saved: Checkpoints of the fit, if any.
-    """
+    """Return the LossWatch of a fit of a compiled model, `saved` being its checkpoints; None for the policy "warn"."""
     if policy == "warn":
         return None
     rewind = None if saved is None else partial(saved.rewind, model)

@@ -14,7 +14,7 @@ import psutil
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.checkpoint.position import Position
+from hvdtrain.checkpoint.position import FitPosition
 from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.data import Source
 from hvdtrain.messages import logger
@@ -67,7 +67,9 @@ class FitRecord:
         """Write config.json. A collective."""
         self.in_run_dir(lambda run_dir: run_dir.write_config(self._settings(train, epochs)))
 
-    def begin_events(self, train: Source, epochs: int, begin: Position, show: Show | None) -> None:
+    def begin_events(
+        self, train: Source, epochs: int, begin: FitPosition, show: Show | None
+    ) -> None:
         """Start the event log and the trackers on rank 0, if there is a run_dir, a view or a tracker.
 
         Args:

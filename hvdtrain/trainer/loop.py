@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
-from hvdtrain.checkpoint.position import Position
+from hvdtrain.checkpoint.position import FitPosition
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.collectives.finite import FiniteWatch
@@ -29,18 +29,18 @@ from hvdtrain.trainer.callback_ranks import (
     TEST_METHODS,
     TRAIN_METHODS,
     backups_kept,
+    callbacks_of_rank,
     need_global_batches,
-    on_this_rank,
     save_within_epochs,
     saving_together,
     written_by_first,
 )
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.fit_record import FitRecord
-from hvdtrain.trainer.plans import EvaluatePlan, FitPlan
+from hvdtrain.trainer.plans import FitPlan
 from hvdtrain.trainer.progress import Progress, Show, showing
 from hvdtrain.trainer.resume import FitCheckpoints
-from hvdtrain.trainer.run_facts import facts_of
+from hvdtrain.trainer.run_facts import fit_facts
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import StragglerWatch
 from hvdtrain.worker.heartbeat import in_phase
@@ -82,9 +82,7 @@ class Loop:
         with ExitStack() as blocks:
             position = None
             if self.saved is not None:
-                facts = facts_of(
-                    self.record.config, plan.train, plan.validation, self.model, plan.callbacks
-                )
+                facts = fit_facts(self.record.config, plan, self.model)
                 position = blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
             elif self.record.run_dir is not None:
                 blocks.callback(self.record.run_dir.release)
@@ -95,12 +93,12 @@ class Loop:
             return self._fit(plan, position, show)
 
     def _fit(
-        self, plan: FitPlan, resumed: Position | None, show: Show | None
+        self, plan: FitPlan, resumed: FitPosition | None, show: Show | None
     ) -> keras.callbacks.History:
         """Train from the position `resumed`; None: from the beginning."""
         plan.train.reset()
         together = self.strategy.saves_together
-        own = on_this_rank(plan.callbacks, self.rank.is_first, together)
+        own = callbacks_of_rank(plan.callbacks, self.rank.is_first, together)
         written = written_by_first(plan.callbacks, together)
         if resumed is not None and self.rank.is_first:
             continue_files(own, resumed.epoch)
@@ -127,7 +125,7 @@ class Loop:
             self.record.in_run_dir(lambda run_dir: run_dir.begin(first))
             self.record.in_run_dir(lambda run_dir: run_dir.lock())
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
-        begin = resumed or Position(first)
+        begin = resumed or FitPosition(first)
         self.record.write_config(plan.train, plan.epochs)
         if not begin.stopped and begin.epoch < plan.epochs:
             self.record.begin_events(plan.train, plan.epochs, begin, show)
@@ -152,7 +150,7 @@ class Loop:
                 # Look even if none is due: an epoch may have few steps, and its validation may take long.
                 ends = not last and self.saved.should_stop(now=True)
                 with in_phase("saving"):
-                    after = Position(epoch + 1, stopped=stopped)
+                    after = FitPosition(epoch + 1, stopped=stopped)
                     self.saved.save(self.model, {}, after, last or ends)
                 if ends:
                     raise self.saved.preempted()
@@ -169,23 +167,30 @@ class Loop:
                 self.strategy.save(self.model, self.record.run_dir.model)
         return self.model.history
 
-    def evaluate(self, plan: EvaluatePlan) -> Logs:
-        """Return the loss and metrics over the whole of `plan.source`, on every rank.
+    def evaluate(
+        self, source: Source, everyones: Sequence[keras.callbacks.Callback], verbose: int
+    ) -> Logs:
+        """Return the loss and metrics over the whole of `source`, on every rank.
+
+        Args:
+            source: Data to evaluate on.
+            everyones: The user's callbacks, the same list on every rank.
+            verbose: What to print; see `resolve_verbose`.
 
         Raises:
             UsageError: If the data has no batches.
         """
-        own = on_this_rank(plan.callbacks, self.rank.is_first)
+        own = callbacks_of_rank(everyones, self.rank.is_first)
         callbacks = keras.callbacks.CallbackList(
-            failing_together(plan.callbacks, own, ALL_RANKS),
+            failing_together(everyones, own, ALL_RANKS),
             model=self.model,
             epochs=1,
-            steps=plan.source.steps_per_epoch,
-            verbose=plan.verbose,
+            steps=source.steps_per_epoch,
+            verbose=verbose,
         )
-        with showing(plan.verbose, self.rank) as show:
-            progress = Progress(plan.verbose, show, "Evaluation", plan.source.steps_per_epoch)
-            logs = self._evaluate(plan.source, callbacks, plan.callbacks, progress)
+        with showing(verbose, self.rank) as show:
+            progress = Progress(verbose, show, "Evaluation", source.steps_per_epoch)
+            logs = self._evaluate(source, callbacks, everyones, progress)
             assert logs is not None
             progress.end(logs)
         return logs
@@ -195,13 +200,13 @@ class Loop:
         plan: FitPlan,
         epoch: int,
         callbacks: keras.callbacks.CallbackList,
-        begin: Position,
+        begin: FitPosition,
         show: Show | None,
     ) -> Logs:
         """Train and validate one epoch, the first one from `begin` on; return its logs, those of all workers."""
         is_first = epoch == begin.epoch + (begin.trained is not None)
         if epoch != begin.epoch:
-            begin = Position(epoch)
+            begin = FitPosition(epoch)
         title = f"Epoch {epoch + 1}/{plan.epochs}"
         steps = plan.train.steps_per_epoch
         progress = Progress(plan.verbose, show, title, steps, begin.step, epoch + 1)
@@ -226,7 +231,7 @@ class Loop:
     def _train(
         self,
         plan: FitPlan,
-        begin: Position,
+        begin: FitPosition,
         callbacks: keras.callbacks.CallbackList,
         progress: Progress,
         is_first: bool,
@@ -328,7 +333,9 @@ class Loop:
         if found is None:
             assert self.saved is not None
             with in_phase("saving"):
-                self.saved.save(self.model, {}, Position(epoch, done, trained=trained), last=True)
+                self.saved.save(
+                    self.model, {}, FitPosition(epoch, done, trained=trained), last=True
+                )
             raise self.saved.preempted()
         return {f"val_{name}": value for name, value in found.items()}
 
@@ -379,7 +386,7 @@ class Loop:
 
     # Helpers of these loops.
 
-    def _skip(self, plan: FitPlan, first: int, resumed: Position) -> None:
+    def _skip(self, plan: FitPlan, first: int, resumed: FitPosition) -> None:
         """Advance the data by what a fit that began with epoch `first` has read before `resumed`."""
         part = self.strategy.part
         # In this order, as both may draw from the same random generator.
@@ -413,7 +420,7 @@ class Loop:
             rewound = self.losses is not None and self.losses.look(now=True)
             if ends or not rewound:
                 with in_phase("saving"):
-                    saved.save(self.model, step_logs, Position(epoch, done), last=ends)
+                    saved.save(self.model, step_logs, FitPosition(epoch, done), last=ends)
         if ends:
             raise saved.preempted()
 

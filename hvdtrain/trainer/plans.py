@@ -1,4 +1,4 @@
-"""What a call of fit or evaluate will do."""
+"""What a call of fit will do."""
 
 from __future__ import annotations
 
@@ -51,16 +51,3 @@ class FitPlan:
             "validation_freq": sorted(freq) if isinstance(freq, Collection) else freq,
             **callback_facts(self.callbacks),
         }
-
-
-@dataclass(frozen=True)
-class EvaluatePlan:
-    """What one call of `evaluate` will do; its fields are those of FitPlan."""
-
-    source: Source
-    callbacks: Sequence[keras.callbacks.Callback]
-    verbose: int
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the ranks compare of the plan, besides its data."""
-        return callback_facts(self.callbacks)

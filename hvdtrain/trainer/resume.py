@@ -27,14 +27,14 @@ from hvdtrain.checkpoint.folder import (
 )
 from hvdtrain.checkpoint.lock import lock_folder, lock_kept
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
-from hvdtrain.checkpoint.position import Position
+from hvdtrain.checkpoint.position import FitPosition
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, raise_alike
 from hvdtrain.collectives.first_rank import on_first
 from hvdtrain.collectives.metrics import read_state, write_state
-from hvdtrain.data import global_random
+from hvdtrain.data.random_generators import IN_USE, comparable
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import (
     DivergedError,
@@ -105,12 +105,12 @@ class FitCheckpoints:
         self._state: TrainingState | None = None
 
     @contextmanager
-    def opened(self, initial_epoch: int, facts: Mapping[str, Any]) -> Iterator[Position | None]:
+    def opened(self, initial_epoch: int, facts: Mapping[str, Any]) -> Iterator[FitPosition | None]:
         """Lock the run's folder for this block, and read the newest checkpoint. A collective.
 
         Args:
             initial_epoch: Index of the epoch, from 0, at which a new run begins.
-            facts: What must not change between the processes of a run; see `facts_of`.
+            facts: What must not change between the processes of a run; see `fit_facts`.
 
         Yields:
             The position to resume from; None to start at the beginning.
@@ -132,7 +132,7 @@ class FitCheckpoints:
             found = on_first(lambda: self._open(initial_epoch, resume), self._name)
             position = None
             if found is not None:
-                position = Position(**found["position"])
+                position = FitPosition(**found["position"])
                 self.steps = self.saved_steps = position.steps
                 self.exists = True
                 self._alike = found["alike"]
@@ -196,11 +196,11 @@ class FitCheckpoints:
     @contextmanager
     def reading_again(self) -> Iterator[None]:
         """Note whether the data draws random numbers as it is read again in this block."""
-        with global_random.IN_USE:
-            begun = global_random.comparable()
+        with IN_USE:
+            begun = comparable()
         yield
-        with global_random.IN_USE:
-            self._data_draws |= global_random.comparable() != begun
+        with IN_USE:
+            self._data_draws |= comparable() != begun
 
     def give(self, model: keras.Model, within_epoch: bool) -> None:
         """Restore the model and the callbacks from the checkpoint that `opened` found. A collective.
@@ -338,7 +338,9 @@ class FitCheckpoints:
             f"{stopped}. Run the same command again to resume from the newest checkpoint in {str(self._folder)!r}"
         )
 
-    def save(self, model: keras.Model, logs: Logs, position: Position, last: bool = False) -> None:
+    def save(
+        self, model: keras.Model, logs: Logs, position: FitPosition, last: bool = False
+    ) -> None:
         """Capture the state, and write a checkpoint of it in the background. A collective.
 
         Nothing is saved while the previous checkpoint is still being written. If one cannot be written, or the weights

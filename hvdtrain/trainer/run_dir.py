@@ -207,15 +207,7 @@ def _plain(value: Any) -> Any:
 def epoch_line(
     epoch: int, logs: dict[str, Any], validated: bool, seconds: float, rate: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the line of an epoch in metrics.csv, and the columns of the table.
-
-    Args:
-        epoch: Index of the epoch, from 0.
-        logs: Losses and metrics of the epoch.
-        validated: Whether the run validates, though perhaps not after every epoch.
-        seconds: Duration of the training steps.
-        rate: Examples per second of all workers.
-    """
+    """Return the line of an epoch in metrics.csv, and the columns of the table; see `FitRecord.write_epoch`."""
     names = [name for name in logs if not name.startswith("val_")]
     if validated:
         names += [f"val_{name}" for name in names]

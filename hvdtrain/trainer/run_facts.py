@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -11,10 +11,11 @@ import keras
 from hvdtrain.checkpoint.state import own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import alike
-from hvdtrain.data import ShardedSource, Source
+from hvdtrain.data import ShardedSource
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.rank_variables import is_elastic
+from hvdtrain.trainer.plans import FitPlan
 from hvdtrain.trainer.setup import samples_of, source_facts
 
 CONFIG = (
@@ -31,21 +32,13 @@ CONFIG = (
 """Arguments of the Trainer on which the results of the training depend."""
 
 
-def facts_of(
-    config: Mapping[str, Any],
-    source: Source,
-    validation: Source | None,
-    model: keras.Model,
-    callbacks: Sequence[Any],
-) -> dict[str, Any]:
+def fit_facts(config: Mapping[str, Any], plan: FitPlan, model: keras.Model) -> dict[str, Any]:
     """Return the facts about a fit to compare when it resumes.
 
     Args:
         config: The Trainer's arguments, by name.
-        source: Training data.
-        validation: Validation data, if any.
+        plan: What the fit will do.
         model: Model with its optimizer and metrics.
-        callbacks: The user's callbacks.
 
     Returns:
         "run": facts that must be the same. "ranks": number and layout of the ranks, which may change. "own": facts that
@@ -56,7 +49,8 @@ def facts_of(
             model has several optimizers, or none in compile, the learning rate depends on the number of workers of an
             elastic job, or BackupAndRestore is used.
     """
-    for what, data in (("training", source), ("validation", validation)):
+    source = plan.train
+    for what, data in (("training", source), ("validation", plan.validation)):
         if data is not None and data.unrepeatable:
             raise UsageError(
                 f"checkpoints needs {what} data that comes in the same order when the script runs again, but "
@@ -73,7 +67,7 @@ def facts_of(
             "learning_rate_scaling depends on the number of workers, which changes in an elastic job: "
             "leave it out, and pass the learning rate to train with"
         )
-    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
+    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in plan.callbacks):
         raise UsageError("checkpoints replace BackupAndRestore: leave BackupAndRestore out")
     reading = source.reading
     run = {

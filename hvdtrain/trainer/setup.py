@@ -34,7 +34,7 @@ from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.strategies.strategy import ModelSource, Strategy
 
 
-def build_model(
+def make_model(
     model: ModelSource, precision: str | None, build: Callable[[ModelSource], keras.Model]
 ) -> keras.Model:
     """Return the model that `build` makes of `model`, with the dtype policy `precision`.
@@ -81,7 +81,7 @@ def compile_model(
     """Compile `model`, with optimizers that `strategy` distributes.
 
     Args:
-        model: Model that `build_model` returned.
+        model: Model that `make_model` returned.
         strategy: Strategy that runs the training.
         prepare: Function that makes the optimizer to train with from the user's.
         given: The Trainer's optimizer, loss, metrics, weighted_metrics and loss_weights; None where left out.
@@ -99,7 +99,7 @@ def compile_model(
             model.optimizer = model.optimizer and prepare(model.optimizer)
         model.jit_compile, model.run_eagerly = jit_compile, run_eagerly
     else:
-        compiled = compile_arguments(model, **given)
+        compiled = compile_arguments(model, given)
         optimizer = prepare(compiled["optimizer"])
         with strategy.scope():
             model.compile(
@@ -134,36 +134,23 @@ def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:
             )
 
 
-def compile_arguments(
-    model: keras.Model,
-    optimizer: Any,
-    loss: Any,
-    metrics: Any,
-    weighted_metrics: Any,
-    loss_weights: Any,
-) -> dict[str, Any]:
-    """Return the arguments for model.compile, taking those not given from the compiled model.
+def compile_arguments(model: keras.Model, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments for model.compile: for those that are None in `given`, those of the compiled model.
 
     Raises:
         UsageError: If Keras has no such optimizer, or the optimizer holds several.
     """
-    given = {
-        "loss": loss,
-        "metrics": metrics,
-        "weighted_metrics": weighted_metrics,
-        "loss_weights": loss_weights,
-    }
+    found = given
     if model.compiled:
-        before = compile_config(model)
-        if optimizer is None:
-            optimizer = model.optimizer
-        given = {k: before.get(k) if v is None else v for k, v in given.items()}
+        before = compile_config(model) | {"optimizer": model.optimizer}
+        found = {name: before.get(name) if v is None else v for name, v in given.items()}
+    wanted = found["optimizer"]
     try:
-        optimizer = keras.optimizers.get("rmsprop" if optimizer is None else optimizer)
+        optimizer = keras.optimizers.get("rmsprop" if wanted is None else wanted)
     except ValueError as error:
-        raise UsageError(f"optimizer={optimizer!r}: {error}") from error
+        raise UsageError(f"optimizer={wanted!r}: {error}") from error
     refuse_several(inner_of(optimizer))
-    return {"optimizer": optimizer, **given}
+    return found | {"optimizer": optimizer}
 
 
 def refuse_batch_size(name: str, value: Any, workers: int) -> None:

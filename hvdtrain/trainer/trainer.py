@@ -30,25 +30,26 @@ from hvdtrain.keras_internals.tracebacks import without_library_frames
 from hvdtrain.strategies.skipped_steps import count_skipped_steps, skipping
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trackers.tracking import Tracking
+from hvdtrain.trainer.callback_ranks import callback_facts
 from hvdtrain.trainer.divergence import checked_policy, loss_watch
 from hvdtrain.trainer.elastic_job import in_job
 from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate, scaled_by
 from hvdtrain.trainer.loop import Loop, predict
-from hvdtrain.trainer.plans import EvaluatePlan, FitPlan
+from hvdtrain.trainer.plans import FitPlan
 from hvdtrain.trainer.progress import Progress, resolve_verbose, showing
 from hvdtrain.trainer.resume import fit_checkpoints
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     Compiled,
     as_callbacks,
-    build_model,
     check_epochs,
     check_fixed_batch,
     check_split,
     compile_model,
     compiled_as,
     keras_file,
+    make_model,
     one_or_all,
     refuse_batch_size,
     require_labels,
@@ -166,7 +167,7 @@ class Trainer:
         self._run_dir = RunDir(run_dir) if run_dir is not None else None
         self._tracking = Tracking(trackers, run_dir)
         self._saved = fit_checkpoints(checkpoints, resume, self._run_dir, self.strategy)
-        self.model = build_model(model, precision, self.strategy.build)
+        self.model = make_model(model, precision, self.strategy.build)
         self._ramps: list[Ramp] = []
         given = {
             "optimizer": optimizer,
@@ -273,9 +274,8 @@ class Trainer:
             (x, y, sample_weight), validation_data = split_arrays(
                 x, y, sample_weight, validation_split
             )
-        data = (x, y, sample_weight)
         train = self._source(
-            *data,
+            (x, y, sample_weight),
             steps_per_epoch,
             sharded,
             shuffle=shuffle,
@@ -287,7 +287,7 @@ class Trainer:
             if isinstance(validation_data, list):
                 # As in Keras; in `x` a list means several inputs.
                 validation_data = tuple(validation_data)
-            validation = self._source(validation_data, None, None, validation_steps)
+            validation = self._source((validation_data, None, None), validation_steps)
         require_labels(self.model, train, validation)
         if self._warmup_epochs:
             rising = WarmUp(self._ramps, self._warmup_epochs, train.steps_per_epoch)
@@ -334,11 +334,12 @@ class Trainer:
             EngineError: If Horovod stopped because another rank failed or did not arrive in time.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
-        source = self._source(x, y, sample_weight, steps, sharded)
+        source = self._source((x, y, sample_weight), steps, sharded)
         require_labels(self.model, source)
-        plan = EvaluatePlan(source, as_callbacks(callbacks), resolve_verbose(verbose, self.rank))
+        callbacks, show = as_callbacks(callbacks), resolve_verbose(verbose, self.rank)
         with in_job(self.rank, self._saved):
-            logs = self._prepare(source, "evaluation", plan.facts()).evaluate(plan)
+            loop = self._prepare(source, "evaluation", callback_facts(callbacks))
+            logs = loop.evaluate(source, callbacks, show)
         return logs if return_dict else values_in_order(self.model, logs)
 
     @without_library_frames
@@ -368,7 +369,7 @@ class Trainer:
             EngineError: If Horovod stopped because another rank failed or did not arrive in time.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
-        source = self._source(x, None, None, steps)
+        source = self._source((x, None, None), steps)
         with in_job(self.rank, self._saved):
             self._agree(source, {}, "prediction")
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._symbolic_data(source))
@@ -426,29 +427,19 @@ class Trainer:
         return distributed
 
     def _source(
-        self,
-        x: Any,
-        y: Any,
-        weight: Any,
-        steps: int | None,
-        sharded: bool = False,
-        *,
-        shuffle: bool = False,
-        class_weight: Any = None,
-        training: bool = False,
+        self, data: tuple[Any, Any, Any], steps: int | None, sharded: bool = False, **reading: Any
     ) -> Source:
+        """Return the source that reads x, y and sample_weight; `reading` are further arguments of `make_source`."""
         return training_source(
-            (x, y, weight),
+            data,
             self.strategy,
             self.model,
             self.rank.size,
             sharded,
             global_batch_size=self.global_batch_size,
-            shuffle=shuffle,
             seed=self.seed,
             steps_per_epoch=steps,
-            class_weight=class_weight,
-            training=training,
+            **{"shuffle": False, "training": False} | reading,
         )
 
     def _agree(

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdtrain.bench.sockets import STEPS, Ring
+from hvdtrain.bench.sockets import COLLECTIVES, Ring
 
 RANKS = 3
 BYTES = 3 << 20
@@ -44,7 +44,7 @@ def test_a_step_passes_the_data_to_the_next_rank(rings: list[Ring]) -> None:
     assert [set(one) for one in received] == [{3}, {1}, {2}]
 
 
-@pytest.mark.parametrize("name", [*STEPS, "broadcast"])
+@pytest.mark.parametrize("name", COLLECTIVES)
 def test_all_ranks_pass_on_as_many_bytes_as_they_await(name: str, rings: list[Ring]) -> None:
     with ThreadPoolExecutor(RANKS) as threads:
         done = [threads.submit(ring.calls(name, 1000), 3) for ring in rings]

@@ -16,8 +16,8 @@ from test_data_arrays import numbers, order, read, source
 from test_data_streams import Batches, OnRanks, assert_same, stream
 
 from hvdtrain.checkpoint.random_states import random_states
-from hvdtrain.data import KnownSource, global_random
-from hvdtrain.data.held_random import generators_in
+from hvdtrain.data import KnownSource
+from hvdtrain.data.random_generators import drawing_from, generators_in
 from hvdtrain.errors import UsageError
 
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_holds_no_state_of_an_item():
     """It is made by another thread than the items."""
     before = random_states()
     with ThreadPoolExecutor(1) as other:
-        with global_random.drawing_from(1, 2) as draws:
+        with drawing_from(1, 2) as draws:
             found = other.submit(random_states)
             assert not draws()
             random.random()

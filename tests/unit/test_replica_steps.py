@@ -15,8 +15,9 @@ from keras import layers
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.building import build_model
 from hvdtrain.keras_internals.replica_scope import ReplicaScope, made_again, pure_steps
-from hvdtrain.strategies.replica_steps import ReplicaSteps, build, local_variables
+from hvdtrain.strategies.replica_steps import ReplicaSteps, variables_on_replicas
 
 SOURCE = Path(__file__).parents[1] / "ranks" / "cases" / "own_models.py"
 SPEC = importlib.util.spec_from_file_location("own_models", SOURCE)
@@ -79,10 +80,10 @@ def steps_of(
     rows: int = ROWS,
 ) -> tuple[keras.Model, ReplicaSteps]:
     mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
-    scope = local_variables(strategy) if mirrored else tf.device("CPU:0")
+    scope = variables_on_replicas(strategy) if mirrored else tf.device("CPU:0")
     with scope:
         model = make(optimizer(), metrics, kind)
-        build(model, (keras.KerasTensor((rows, 4)), keras.KerasTensor((rows, 2))))
+        build_model(model, (keras.KerasTensor((rows, 4)), keras.KerasTensor((rows, 2))))
     return model, ReplicaSteps(
         model, strategy, rows, parameter_device=None if mirrored else "CPU:0"
     )
@@ -155,7 +156,7 @@ def test_a_step_that_applies_nothing_is_refused(kind: str) -> None:
 def test_what_a_step_does_after_its_update(kind: type) -> None:
     """The update is made when the step is over: nothing may depend on it, or the step is refused."""
     plain, model = (own.compiled_model(kind, own.decaying(), jit_compile=False) for _ in range(2))
-    build(model, (keras.KerasTensor((REAL, 3)), keras.KerasTensor((REAL, 1))))
+    build_model(model, (keras.KerasTensor((REAL, 3)), keras.KerasTensor((REAL, 1))))
     steps = ReplicaSteps(model, strategy_of("central"), REAL, parameter_device="CPU:0")
     data = Share((tf.constant(X[:, :3]), tf.constant(Y[:, :1])), REAL, REAL, 0, 0)
     if kind in own.AFTER_UPDATE:
@@ -189,7 +190,7 @@ def test_a_second_optimizer_is_refused() -> None:
     keras.utils.set_random_seed(1)
     model = Two([layers.Input((4,)), layers.Dense(2)])
     model.compile("sgd", "mse", jit_compile=False)
-    build(model, (keras.KerasTensor((REAL, 4)), keras.KerasTensor((REAL, 2))))
+    build_model(model, (keras.KerasTensor((REAL, 4)), keras.KerasTensor((REAL, 2))))
     model.second.build(model.trainable_variables[1:])
     steps = ReplicaSteps(model, strategy_of("central"), REAL, parameter_device="CPU:0")
     with pytest.raises(UsageError, match="belongs neither to the model"):
@@ -226,7 +227,7 @@ def test_a_loss_that_leaves_entries_out_by_itself() -> None:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
         one.compile(one.optimizer, loss, jit_compile=False)
     labels = np.array([[1], [-1], [0]])
-    build(model, (keras.KerasTensor((ROWS, 4)), keras.KerasTensor((ROWS, 1))))
+    build_model(model, (keras.KerasTensor((ROWS, 4)), keras.KerasTensor((ROWS, 1))))
     steps = ReplicaSteps(model, strategy_of("central"), ROWS, parameter_device="CPU:0")
     logs = steps.train([Share((tf.constant(X), tf.constant(labels)), REAL, REAL, 0, 0)])
     wanted = plain.train_on_batch(X, labels, return_dict=True)["loss"]

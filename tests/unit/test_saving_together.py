@@ -13,24 +13,24 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.errors import UsageError
-from hvdtrain.trainer.callback_ranks import on_this_rank, saving_together
+from hvdtrain.trainer.callback_ranks import callbacks_of_rank, saving_together
 
 
 def test_every_rank_checkpoints_and_rank_0_alone_writes_the_rest(tmp_path: Path) -> None:
     checkpoint = kc.ModelCheckpoint(tmp_path / "a.keras", verbose=1)
     given = [checkpoint, kc.CSVLogger(tmp_path / "log.csv"), kc.EarlyStopping()]
-    assert on_this_rank(given, is_first=True, saves_together=True) == given
+    assert callbacks_of_rank(given, is_first=True, saves_together=True) == given
     assert checkpoint.verbose == 1
-    assert on_this_rank(given, is_first=False, saves_together=True) == [checkpoint, given[2]]
+    assert callbacks_of_rank(given, is_first=False, saves_together=True) == [checkpoint, given[2]]
     assert checkpoint.verbose == 0
-    assert on_this_rank(given, is_first=False) == [given[2]]
+    assert callbacks_of_rank(given, is_first=False) == [given[2]]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_backups_of_parts_are_refused(tmp_path: Path, is_first: bool) -> None:
     given = [kc.BackupAndRestore(str(tmp_path))]
     with pytest.raises(UsageError, match="use ModelCheckpoint, and"):
-        on_this_rank(given, is_first, saves_together=True)
+        callbacks_of_rank(given, is_first, saves_together=True)
 
 
 def test_a_checkpoint_saves_by_the_common_way(tmp_path: Path) -> None:

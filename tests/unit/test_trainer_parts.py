@@ -27,13 +27,13 @@ from hvdtrain.data import Share, make_source
 from hvdtrain.errors import EngineError, ReplicaError, UsageError
 from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies import Strategy
-from hvdtrain.trainer.callback_ranks import TRAIN_METHODS, need_global_batches, on_this_rank
+from hvdtrain.trainer.callback_ranks import TRAIN_METHODS, callbacks_of_rank, need_global_batches
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import resolve_verbose
 from hvdtrain.trainer.run_dir import EpochTable, RunDir
 from hvdtrain.trainer.setup import (
-    build_model,
     compile_arguments,
+    make_model,
     split_arrays,
     symbolic_data,
 )
@@ -151,8 +151,8 @@ def test_writers_run_on_rank_0_alone() -> None:
 
     everywhere = [kc.EarlyStopping(), OnBatches()]
     writers = [Named("m.keras"), kc.CSVLogger("log.csv"), kc.BackupAndRestore("backup")]
-    assert on_this_rank([*everywhere, *writers], is_first=True) == [*everywhere, *writers]
-    assert on_this_rank([*writers, *everywhere], is_first=False) == everywhere
+    assert callbacks_of_rank([*everywhere, *writers], is_first=True) == [*everywhere, *writers]
+    assert callbacks_of_rank([*writers, *everywhere], is_first=False) == everywhere
 
 
 def test_only_rank_0_is_verbose() -> None:
@@ -328,33 +328,38 @@ def test_a_run_that_goes_on_adds_to_the_metrics(tmp_path: Path) -> None:
 
 def test_model() -> None:
     model = small()
-    assert build_model(model, None, Strategy().build) is model
+    assert make_model(model, None, Strategy().build) is model
     with pytest.raises(UsageError, match="built with 'float32': pass a function"):
-        build_model(model, "mixed_bfloat16", Strategy().build)
+        make_model(model, "mixed_bfloat16", Strategy().build)
     with pytest.raises(UsageError, match=r"or a function that builds one, not int"):
-        build_model(3, None, Strategy().build)  # type: ignore[arg-type]
+        make_model(3, None, Strategy().build)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="returned int"):
-        build_model(lambda: 3, None, Strategy().build)  # type: ignore[arg-type, return-value]
+        make_model(lambda: 3, None, Strategy().build)  # type: ignore[arg-type, return-value]
     try:
-        built = build_model(small, "mixed_bfloat16", Strategy().build)
+        built = make_model(small, "mixed_bfloat16", Strategy().build)
     finally:
         keras.config.set_dtype_policy("float32")
     assert built.layers[-1].compute_dtype == "bfloat16"
 
 
+def arguments(*given: str | None) -> dict[str, str | None]:
+    names = ("optimizer", "loss", "metrics", "weighted_metrics", "loss_weights")
+    return dict.fromkeys(names) | dict(zip(names, given, strict=False))
+
+
 def test_compile_arguments() -> None:
     model = small()
     model.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
-    kept = compile_arguments(model, None, None, None, None, None)
+    kept = compile_arguments(model, arguments())
     assert kept["optimizer"] is model.optimizer
     assert (kept["loss"], kept["metrics"]) == ("mse", ["mae"])
-    assert compile_arguments(model, "sgd", "mae", None, None, None)["loss"] == "mae"
+    assert compile_arguments(model, arguments("sgd", "mae"))["loss"] == "mae"
     assert isinstance(
-        compile_arguments(small(), None, "mse", None, None, None)["optimizer"],
+        compile_arguments(small(), arguments(None, "mse"))["optimizer"],
         keras.optimizers.RMSprop,
     )
     with pytest.raises(UsageError, match="'sdg'"):
-        compile_arguments(model, "sdg", None, None, None, None)
+        compile_arguments(model, arguments("sdg"))
 
 
 def test_symbolic_data() -> None:

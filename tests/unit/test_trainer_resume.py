@@ -20,7 +20,7 @@ import pytest
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
 from hvdtrain.checkpoint.folder import Checkpoint
 from hvdtrain.checkpoint.lock import lock_folder, lock_kept
-from hvdtrain.checkpoint.position import Position
+from hvdtrain.checkpoint.position import FitPosition
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.collectives.consistency import raise_alike
@@ -200,7 +200,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         def step(number: int, last: bool = False, value: float | None = None) -> None:
             saved.steps = number
             weight["w"] = number if value is None else value
-            saved.save(keras.Sequential(), {}, Position(0, number), last=last)
+            saved.save(keras.Sequential(), {}, FitPosition(0, number), last=last)
 
         return saved, step
 

@@ -88,13 +88,7 @@ class Exchange:
         """Return the gradients of the tensors sent forward, and the `values` float64 numbers sent along with them."""
         rank = self._ranks[self._stage.index + 1]
         what = f"the gradients of micro-batch {micro_batch} (stage {self._stage.index + 1})"
-        specs = [
-            spec
-            for spec, has_gradient in zip(
-                self._behind[size], _have_gradients(self._stage.sent), strict=True
-            )
-            if has_gradient
-        ]
+        specs = with_gradients(self._behind[size], self._stage.sent)
         extra = [Spec((values,), np.float64)] if values else []
         arrays = self._transport.receive(rank, [*specs, *extra], what)
         gradients = [tf.convert_to_tensor(array) for array in arrays[: len(specs)]]
@@ -120,8 +114,10 @@ def tensors_of(crossings: Sequence[Crossing]) -> list[tuple[Crossing, bool]]:
     ]
 
 
-def _have_gradients(crossings: Sequence[Crossing]) -> list[bool]:
-    return [crossing.differentiable and not mask for crossing, mask in tensors_of(crossings)]
+def with_gradients(values: Sequence[Any], crossings: Sequence[Crossing]) -> list[Any]:
+    """Return those of `values`, one for each of `tensors_of(crossings)`, for which a gradient is sent back."""
+    pairs = zip(values, tensors_of(crossings), strict=True)
+    return [value for value, (crossing, mask) in pairs if crossing.differentiable and not mask]
 
 
 def _shapes(crossings: Sequence[Crossing]) -> list[Any]:

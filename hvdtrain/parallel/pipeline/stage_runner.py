@@ -19,13 +19,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import as_value, merge_state
+from hvdtrain.collectives.replicas import require_same_model
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.adapted import adapted_facts, adapted_numbers, adapted_states
 from hvdtrain.keras_internals.building import require_loss
 from hvdtrain.keras_internals.compiled_losses import (
     build_compiled,
@@ -128,9 +127,7 @@ class StageRunner(Runner):
             ],
             "the model's inputs": [[list(t.shape), str(t.dtype)] for t in self.stage.whole.inputs],
         }
-        adapted = adapted_states(self.stage.whole)
-        require_equal(facts | adapted_facts(adapted), what, "model")
-        require_alike(adapted_numbers(adapted), what)
+        require_same_model(facts, self.stage.whole, what, "model")
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
         del model, inputs  # A stage's variables exist already.

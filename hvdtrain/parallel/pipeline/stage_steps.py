@@ -18,8 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.idle_ranks import take_over
-from hvdtrain.collectives.metrics import read_state, state_variables, write_state
+from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.collectives.sparse import add_slices, common_indices
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
@@ -28,9 +27,7 @@ from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
     identity,
-    seed_variables,
     tf_variable,
-    without,
 )
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch, micro_batches
 from hvdtrain.parallel.pipeline.normalized_losses import LateLosses
@@ -40,8 +37,9 @@ from hvdtrain.parallel.pipeline.schedule import (
     one_forward_one_backward,
 )
 from hvdtrain.parallel.pipeline.stage_compute import Passes
-from hvdtrain.parallel.pipeline.stage_messages import Exchange, tensors_of
+from hvdtrain.parallel.pipeline.stage_messages import Exchange, with_gradients
 from hvdtrain.parallel.pipeline.stages import Stage
+from hvdtrain.strategies.idle_ranks import take_over
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs, Steps
@@ -125,7 +123,7 @@ class PipelineSteps(Steps):
         logs: Logs = {}
         for share in shares:
             logs = self._train(share)
-        return self._metrics.logs(logs, {})
+        return self._metrics.logs(logs)
 
     def test(self, share: Share) -> Logs:
         """Update the metrics, which the last stage holds, with `share`."""
@@ -138,7 +136,7 @@ class PipelineSteps(Steps):
                     self._share.assign(part.weight)
                     self._passes.late_loss("test", made, totals, part)
         self._exchange.flush()
-        return self._metrics.logs({}, {})
+        return self._metrics.logs({})
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share` on the last stage, None on the others."""
@@ -233,20 +231,19 @@ class PipelineSteps(Steps):
                 del gradients, opened
             self._apply(total or [])
         self._exchange.flush()
-        self._take_over(share)
+        take_over(stage.model, share, self._ranks)
         return dict(zip(self._names, logs, strict=True)) if not stage.index else {}
 
     def _train_forward(self, number: int, part: MicroBatch) -> _Open:
         received = self._exchange.receive_forward(number, part.size)
         self._share.assign(part.weight)
-        sources = self._with_gradients(received)
+        sources = with_gradients(received, self._stage.received)
         with tf.GradientTape() as tape:
             tape.watch(sources)
             sent, losses, found = self._passes.forward("train", received, part)
         if not self._stage.is_last:
             self._exchange.send_forward(sent, part.size)
-        places = [c.differentiable and not mask for c, mask in tensors_of(self._stage.sent)]
-        kept = [t for t, has_gradient in zip(sent, places, strict=True) if has_gradient]
+        kept = with_gradients(sent, self._stage.sent)
         return _Open(tape, _of_any_batch(received), sources, kept, losses, found)
 
     def _with_late_loss(self, opened: _Open, totals: Any, part: MicroBatch) -> _Open:
@@ -297,14 +294,6 @@ class PipelineSteps(Steps):
         logs[self._names.index("loss")] = float(self._stage.model.get_metrics_result()["loss"])
         return logs
 
-    def _with_gradients(self, received: list[Any]) -> list[Any]:
-        places = tensors_of(self._stage.received)
-        return [
-            tensor
-            for tensor, (crossing, mask) in zip(received, places, strict=True)
-            if crossing.differentiable and not mask
-        ]
-
     @contextlib.contextmanager
     def _weighing(self, share: Share) -> Iterator[None]:
         """Weight losses and metrics by the share; restore the metrics of an idle rank, whose filler must not count."""
@@ -315,13 +304,6 @@ class PipelineSteps(Steps):
             yield
         if not share.examples:
             write_state(metrics, counted)
-
-    def _take_over(self, share: Share) -> None:
-        """Copy to an idle rank the non-trainable state of a rank that holds the same stage."""
-        if share.some_idle or share.global_examples < self._ranks.size():
-            model = self._stage.model
-            own = [*state_variables(model.metrics), *seed_variables(model)]
-            take_over(without(model.non_trainable_variables, own), not share.examples, self._ranks)
 
 
 def _none_asked(divisor: tf.Tensor) -> tf.Tensor:

@@ -34,8 +34,7 @@ class ColumnParallelDense(SplitLayer, keras.layers.Dense):
     def __init__(
         self, units: int, *, group: Communicator, gather_output: bool = True, **kwargs: Any
     ) -> None:
-        super().__init__(units, **kwargs)
-        self.set_group(group)
+        super().__init__(units, group=group, **kwargs)
         self.gather_output = gather_output
 
     def build(self, input_shape: Any) -> None:
@@ -79,8 +78,7 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
     def __init__(
         self, units: int, *, group: Communicator, input_is_split: bool = False, **kwargs: Any
     ) -> None:
-        super().__init__(units, **kwargs)
-        self.set_group(group)
+        super().__init__(units, group=group, **kwargs)
         self.input_is_split = input_is_split
 
     def build(self, input_shape: Any) -> None:

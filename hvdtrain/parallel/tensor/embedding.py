@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.group_collectives import gather_parts, sum_parts
 from hvdtrain.parallel.tensor.split import SplitLayer, built_in_parts
@@ -17,12 +16,6 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
     """Embedding whose table is split along `_axis`."""
 
     _axis: int
-
-    def __init__(
-        self, input_dim: int, output_dim: int, *, group: Communicator, **kwargs: Any
-    ) -> None:
-        super().__init__(input_dim, output_dim, **kwargs)
-        self.set_group(group)
 
     def build(self, input_shape: Any = None) -> None:
         if self.built:

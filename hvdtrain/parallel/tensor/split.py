@@ -40,6 +40,10 @@ class SplitLayer:
         if plain is not None:
             adopt_names(cls, plain)
 
+    def __init__(self, *args: Any, group: Communicator, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_group(group)
+
     @property
     def collective(self) -> str:
         """Prefix of the names of this layer's collectives: numbered by first use, the same on all ranks."""
@@ -72,19 +76,13 @@ class SplitLayer:
     @property
     def kernel(self) -> Any:
         """Raise UsageError: code that reads a layer's weights (to tie them to another layer's) needs all of them."""
-        raise self._only_a_part()
-
-    @property
-    def embeddings(self) -> Any:
-        """Raise UsageError, like `kernel`."""
-        raise self._only_a_part()
-
-    def _only_a_part(self) -> UsageError:
-        return UsageError(
+        raise UsageError(
             f"Layer {self.name!r} is split over ranks, and no rank holds its whole weights: leave "  # type: ignore[attr-defined]
             "it out of the layout's split if other code reads them. This rank's part is in the "
             "layer's `variables`"
         )
+
+    embeddings = kernel
 
     def _cut(self, variable: Any, axis: int) -> None:
         """Keep this rank's part of `variable` along `axis`; does nothing for None."""

@@ -33,7 +33,7 @@ from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
 from hvdtrain.keras_internals.copies import plain_optimizer
 from hvdtrain.keras_internals.corrections import outside_clusters, prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
-from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
+from hvdtrain.keras_internals.optimizer_state import prepare_sharded_files, slot_name, take_state
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import bytes_of, identity, tf_variable, variable_name
 from hvdtrain.parallel.state_layout import optimizer_pieces
@@ -310,22 +310,18 @@ def shard(optimizer: Any, reduction: Reduction) -> Any:
 
 
 def _sharded(optimizer: Any, reduction: Reduction) -> Any:
+    """Make a plain optimizer an instance of a sharded subclass of its class, and divide the state that it has."""
     inner = require_plain(optimizer)
     require_elementwise(inner, "cannot be sharded")
     if reduction.process_set.size() == 1:
         return distribute(optimizer, reduction)
-    _shard(inner, reduction)
-    return optimizer
-
-
-def _shard(optimizer: Any, reduction: Reduction) -> None:
-    """Make `optimizer` an instance of a sharded subclass of its class, and divide the state that it has."""
     prepare_keras()
     correct_loss_scaling()
-    prepare_saving()
-    variables, values = take_state(optimizer)
-    overlay(optimizer, _Sharded, hvdtrain_reduction=reduction)
-    _begin(optimizer)
+    prepare_sharded_files()
+    variables, values = take_state(inner)
+    overlay(inner, _Sharded, hvdtrain_reduction=reduction)
+    _begin(inner)
     if variables is not None:
-        optimizer.build(variables)
-        optimizer.set_whole_values(values)
+        inner.build(variables)
+        inner.set_whole_values(values)
+    return optimizer

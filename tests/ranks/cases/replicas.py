@@ -41,9 +41,10 @@ from trainer_exact import case_adam as case_adam
 from trainer_exact import case_sgd as case_sgd
 
 import hvdtrain
+from hvdtrain.keras_internals.building import build_model
 from hvdtrain.keras_internals.metric_calls import Calls
 from hvdtrain.keras_internals.replica_scope import current_replica, pure_steps
-from hvdtrain.strategies.replica_steps import Found, ReplicaSteps, build
+from hvdtrain.strategies.replica_steps import Found, ReplicaSteps
 from hvdtrain.strategy_names import STRATEGY
 
 ON_TPU = os.environ[STRATEGY] == "tpu"
@@ -263,7 +264,7 @@ def case_one_program() -> dict[str, Any]:
     keras.utils.set_random_seed(1)
     compiled = constrained()
     compiled.compile(SGD(0.1, momentum=0.9), "mse", metrics=["mae"], jit_compile=False)
-    build(compiled, (keras.KerasTensor((BATCH, 3)), keras.KerasTensor((BATCH, 1))))
+    build_model(compiled, (keras.KerasTensor((BATCH, 3)), keras.KerasTensor((BATCH, 1))))
     steps = ReplicaSteps(compiled, tf.distribute.get_strategy(), BATCH, parameter_device=None)
     states = [tf.convert_to_tensor(v.value) for m in compiled.metrics for v in m.variables]
 
