@@ -68,6 +68,7 @@ def _run(
     from hvdtrain.adopt.script_calls import (
         done_once,
         late_settings_left_out,
+        mirrored_by_workers,
         random_maps_in_order,
         same_seeds,
     )
@@ -87,6 +88,7 @@ def _run(
     way = SameWay(notes)
     blocks.enter_context(done_once(notes.explain, way))
     blocks.enter_context(late_settings_left_out(notes.explain))
+    blocks.enter_context(mirrored_by_workers(notes.explain))
     blocks.enter_context(same_seeds(SEED, notes.explain))
     blocks.enter_context(random_maps_in_order(notes.explain))
     fits = blocks.enter_context(adopted_fits(rank, notes, folder, way, Growth(options)))

@@ -376,7 +376,7 @@ class _Before:
             model.compile(**given | {"jit_compile": self._jit, "run_eagerly": self._eagerly})
 
     def _count(self) -> int:
-        return sum(int(inner_of(one).iterations) for one in optimizers_of(self._model))
+        return sum(int(inner_of(one).iterations.numpy()) for one in optimizers_of(self._model))
 
 
 def as_inputs(x: Any) -> Any:

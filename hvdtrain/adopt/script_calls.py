@@ -1,8 +1,9 @@
 """Calls of a script, beside its training, that a rank makes otherwise than one process does.
 
 Generators without a seed get the same one on all ranks; a tf.data pipeline that draws random numbers yields the same on
-all; rank 0 downloads a file before the others look for it, and reads what the user types; and settings are left out
-that TensorFlow takes only before it starts, as it has started when an adopted script begins.
+all; rank 0 downloads a file before the others look for it, and reads what the user types; settings are left out that
+TensorFlow takes only before it starts, as it has started when an adopted script begins; and workers take the place of a
+MirroredStrategy's replicas.
 """
 
 from __future__ import annotations
@@ -114,6 +115,27 @@ def late_settings_left_out(tell: Tell) -> Iterator[None]:
     with contextlib.ExitStack() as blocks:
         for module, name in _SETTERS:
             blocks.enter_context(replaced(module, name, lenient))
+        yield
+
+
+@contextlib.contextmanager
+def mirrored_by_workers(tell: Tell) -> Iterator[None]:
+    """In this block, a MirroredStrategy of one replica is TensorFlow's default strategy, which changes nothing.
+
+    Args:
+        tell: Told of each.
+    """
+
+    def made(
+        original: Callable[..., Any], kind: Any, devices: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        of_worker = tf.config.list_logical_devices("GPU") if devices is None else devices
+        if len(of_worker) > 1:
+            return original(kind)
+        tell("MirroredStrategy", "the workers take the place of its replicas: it has one")
+        return tf.distribute.get_strategy()
+
+    with replaced(tf.distribute.MirroredStrategy, "__new__", made):
         yield
 
 

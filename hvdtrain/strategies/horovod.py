@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Average
 from hvdtrain.collectives.mesh import Mesh, Position, position
@@ -89,7 +90,13 @@ class HorovodStrategy(Strategy):
         self.several_optimizers = not self.saves_together
 
     def build(self, model: ModelSource) -> keras.Model:
-        return self.runner.build(model)
+        built = self.runner.build(model)
+        if any(isinstance(v.value, tf.distribute.DistributedValues) for v in built.variables):
+            raise UsageError(
+                "The model was made in the scope of a tf.distribute strategy, whose place Horovod's "
+                "workers take: make it outside of the scope"
+            )
+        return built
 
     def inputs(self, model: keras.Model) -> list[Any]:
         return self.runner.inputs(model)

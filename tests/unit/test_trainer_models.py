@@ -234,6 +234,13 @@ def remembering(batch: int) -> Callable[[], keras.Model]:
     )
 
 
+def test_a_model_of_a_strategys_scope_is_refused() -> None:
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = compiled(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+    with pytest.raises(UsageError, match=r"scope of a tf\.distribute strategy.* outside of"):
+        hvdtrain.Trainer(model, global_batch_size=8)
+
+
 def test_a_stateful_rnn_is_told_the_share() -> None:
     x, y = RNG.normal(size=(16, 2, 3)), RNG.normal(size=(16, 1))
     trainer = hvdtrain.Trainer(remembering(4), "sgd", "mse", global_batch_size=8)

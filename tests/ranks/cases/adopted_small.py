@@ -172,6 +172,26 @@ own, shared = model(x).numpy(), model.predict(x, batch_size=16, verbose=0)
 found["predictions"] = shared / own
 """
 
+MIRRORED = """
+strategy = tf.distribute.MirroredStrategy()
+with strategy.scope():
+    model = built()
+    optimizer, loss_of = keras.optimizers.Adam(0.01), keras.losses.MeanSquaredError(reduction=None)
+batch = 8 * strategy.num_replicas_in_sync
+model.fit(x, y, batch_size=batch, verbose=0)
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.nn.compute_average_loss(loss_of(y, model(x)), global_batch_size=batch)
+    optimizer.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables))
+    return loss
+@tf.function
+def on_replicas(batch):
+    return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(batch))
+found["losses"] = [on_replicas(batch) for batch in batches]
+found["weights"] = model.get_weights()
+"""
+
 SCRIPTS = {
     "files of callbacks": FILES,
     "numbers that are drawn": DRAWS,
@@ -182,6 +202,7 @@ SCRIPTS = {
     "items of several lengths": ITEMS,
     "iterators over images": IMAGES,
     "what every rank trains": WHOLE,
+    "a strategy of one replica": MIRRORED,
 }
 
 
