@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_PREEMPTED, EXIT_SIGNAL_BASE
 from hvdtrain.launch.running.command_runner import Ending
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames, ranks_in_words
-from hvdtrain.launch.ssh_errors import ssh_error_in
+from hvdtrain.launch.ssh import ssh_error_in
 from hvdtrain.signals import shell_code
 from hvdtrain.worker.failure_report import Failure
 
