@@ -38,7 +38,7 @@ class LaunchError(HvdtrainError):
 
     Attributes:
         rank: Rank that failed first; None if unknown.
-        exit_code: Exit code of the run; 0 if a rank ended without a result.
+        exit_code: Exit code of the run; 0 if a rank ended without a result that can be unpickled.
         traceback: Traceback of that rank, as text; empty if it sent none.
         log_dir: Folder with the output of all ranks.
     """

@@ -20,12 +20,14 @@ from hvdtrain.bench.slow_link import GOALS, SlowTraining, measure_slow_link
 from hvdtrain.bench.slow_link import WAYS as SYNC_WAYS
 from hvdtrain.bench.sockets import COLLECTIVES
 from hvdtrain.cli.bench_costs import checkpoints, memory, overhead, startup
-from hvdtrain.cli.bench_findings import OUTPUT, announce, finish
 from hvdtrain.cli.bench_options import (
     BATCH_SIZES,
     CONTROLLER,
     MODEL,
+    OUTPUT,
+    announce,
     batch_size_per,
+    finish,
     launcher,
     line,
     measured,

@@ -14,11 +14,13 @@ from hvdtrain.bench.measurement import Comparison, in_passes, medians
 from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
 from hvdtrain.bench.overhead import DATA, measure_overhead
 from hvdtrain.bench.startup import measure_startup
-from hvdtrain.cli.bench_findings import OUTPUT, announce, finish
 from hvdtrain.cli.bench_options import (
     BATCH_SIZES,
     CONTROLLER,
+    OUTPUT,
     SMALL,
+    announce,
+    finish,
     launcher,
     line,
     measured,

@@ -21,10 +21,9 @@ from hvdtrain.launch.launchers.parameter_servers import (
 from hvdtrain.launch.launchers.srun import choose_launcher
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.plan_validation import check_bounds, check_key, check_variables
+from hvdtrain.launch.plan_validation import check_given, check_key, check_variables
 from hvdtrain.launch.rank_program import Program, program_given
 from hvdtrain.launch.slurm.allocation import read_allocation
-from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 
 # Options that apply to every strategy; all others are for Horovod, or for one of the kinds below.
@@ -58,11 +57,7 @@ def other_launch(
     void = _refuse(ctx, strategy, allowed)
     values = {name: value for name, value in values.items() if name not in void}
     program = program_given(values)
-    if program.is_script:
-        check_script(program.name)
-    for option in options_of(LaunchPlan):
-        if option.field in allowed:
-            check_bounds(option, values.get(option.field))
+    check_given(program, options_of(LaunchPlan), values)
     check_variables(values["env"])
     if not servers:
         replicas = values.get("np")

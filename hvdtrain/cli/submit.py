@@ -21,12 +21,11 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.plan_validation import check_bounds, check_image, check_servers
+from hvdtrain.launch.plan_validation import check_given, check_image, check_servers
 from hvdtrain.launch.rank_program import program_given
 from hvdtrain.launch.secrets import variable_to_pass
 from hvdtrain.launch.slurm.job_queue import SCRIPTS, JobRefused, follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning, secret_words
-from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import HOROVOD, choose_strategy
 
 
@@ -146,11 +145,7 @@ def _name(values: Mapping[str, Any]) -> str:
 
 def check_run(values: Mapping[str, Any]) -> None:
     """Check for errors that `hvdtrain run` would report on any machine, before the job is queued. Raises UsageError."""
-    program = program_given(values)
-    if program.is_script:
-        check_script(program.name)
-    for option in options_of(LaunchPlan):
-        check_bounds(option, values[option.field])
+    check_given(program_given(values), options_of(LaunchPlan), values)
     name = choose_strategy(values["strategy"]).name
     check_servers(name, values["workers"], values["ps"])
     if values["container"] is not None:

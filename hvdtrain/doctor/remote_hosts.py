@@ -17,9 +17,15 @@ from hvdtrain.doctor.checks import Check, Options, Result, fail, marked_answer, 
 from hvdtrain.doctor.software import minor
 from hvdtrain.launch.addresses import is_this_machine
 from hvdtrain.launch.running.timed_command import CompletedCommand, run
-from hvdtrain.launch.ssh import BATCH, path_variables, unseen_keys
+from hvdtrain.launch.ssh import (
+    BATCH,
+    SSH_FAILED,
+    explain_ssh,
+    is_unknown_key,
+    path_variables,
+    unseen_keys,
+)
 from hvdtrain.launch.ssh import where as reach
-from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh, is_unknown_key
 
 CLOCK_SECONDS = 5.0
 """Maximum clock difference. Beyond it, times in logs mislead, and services with signed times (munge, Kerberos) fail."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh
+from hvdtrain.launch.ssh import SSH_FAILED, explain_ssh
 
 THIS_HOST = ""
 """Name of the launcher's own host in mappings by host name."""

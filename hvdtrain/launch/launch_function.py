@@ -62,7 +62,7 @@ def launch(
     Raises:
         UsageError: An argument is invalid or cannot be pickled, or the call is not made from the main thread.
         EngineError: Horovod is not installed, or supports neither MPI nor Gloo on this machine.
-        LaunchError: A rank failed, or ended without a result.
+        LaunchError: A rank failed, or ended without a result that can be unpickled here.
         KeyboardInterrupt: The user pressed Ctrl-C or the notebook's stop button. The ranks are ended.
     """
     check_started_once(os.environ)
@@ -72,6 +72,10 @@ def launch(
         )
     if isinstance(np, bool) or not isinstance(np, int) or np < 1:
         raise UsageError(f"hvdtrain.launch(np={np!r}): the number of workers must be at least 1")
+    if not isinstance(hosts, str | None):
+        raise UsageError(
+            f"hvdtrain.launch(hosts={hosts!r}): pass a string, such as 'node1:4,node2:4'"
+        )
     site = this_site()
     places = parse_hosts(hosts) if hosts else ()
     plan = LaunchPlan(
@@ -97,8 +101,9 @@ def launch(
             environ=prepared.environment({**os.environ, **server.caller.variables()}),
             on_outcome=lambda outcome, folder: outcomes.append((outcome, folder)),
         )
-    _check(*outcomes[-1], [rank for rank in range(np) if rank not in server.results])
-    return [pickle.loads(server.results[rank]) for rank in range(np)]
+    outcome, folder = outcomes[-1]
+    _check(outcome, folder, [rank for rank in range(np) if rank not in server.results])
+    return [_unpickled(server.results[rank], rank, folder) for rank in range(np)]
 
 
 def _pickled(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -117,6 +122,20 @@ def _pickled(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             "connections inside the function"
         ) from error
     return pickle.dumps(([str(Path(folder).absolute()) for folder in sys.path], call))
+
+
+def _unpickled(result: bytes, rank: int, log_dir: Path) -> Any:
+    try:
+        return pickle.loads(result)
+    except Exception as error:
+        raise LaunchError(
+            f"the result of rank {rank} cannot be unpickled here ({type(error).__name__}: {error}): return numbers, "
+            f"arrays, or containers of these\nlogs of all workers: {log_dir}",
+            rank,
+            0,
+            "",
+            log_dir,
+        ) from error
 
 
 def _can_pickle(thing: object) -> bool:

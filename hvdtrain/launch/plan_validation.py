@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +26,7 @@ from hvdtrain.strategy_names import PARAMETER_SERVER
 if TYPE_CHECKING:
     from hvdtrain.launch.env_forwarding import EnvVar
     from hvdtrain.launch.plan import LaunchPlan
+    from hvdtrain.launch.rank_program import Program
 
 _INTERFACE = re.compile(r"\w[\w.:@-]*", re.ASCII)
 # A path that a shell, and mpirun, which splits at spaces, both read as one word.
@@ -80,10 +81,7 @@ MUTUALLY_EXCLUSIVE = {
 
 def check(plan: LaunchPlan) -> None:
     """Check that all options of `plan` are valid. Raises UsageError for the first that is not."""
-    if plan.program.is_script:
-        check_script(plan.program.name)
-    for option in options_of(plan):
-        check_bounds(option, getattr(plan, option.field))
+    check_given(plan.program, options_of(plan), vars(plan))
     for option in options_of(plan):
         if is_given(getattr(plan, option.field)) and (remedy := unmet_need(option, plan)):
             raise UsageError(f"{option.name} has no effect here: {remedy}")
@@ -130,7 +128,15 @@ def mpi_words(option: str, text: str) -> list[str]:
     return words
 
 
-def check_bounds(option: Option, value: Any) -> None:
+def check_given(program: Program, options: Iterable[Option], values: Mapping[str, Any]) -> None:
+    """Check the script, and the values of numbers. Raises UsageError for the first that is not valid."""
+    if program.is_script:
+        check_script(program.name)
+    for option in options:
+        _check_bounds(option, values.get(option.field))
+
+
+def _check_bounds(option: Option, value: Any) -> None:
     """Check that a number is within the option's bounds. Raises UsageError if not."""
     unit = f" {option.metavar.lower()}" if option.metavar in {"SECONDS", "MILLISECONDS"} else ""
     for number in value if isinstance(value, tuple) else (value,):

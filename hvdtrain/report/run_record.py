@@ -226,10 +226,9 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError as error:
-        raise UsageError(
-            f"{folder} contains no run: {EVENTS} cannot be read ({error.strerror or error}). Pass the run_dir of a "
-            "Trainer"
-        ) from error
+        why = f"{folder} contains no run: {EVENTS} cannot be read ({error.strerror or error})"
+        why = why if folder.is_dir() else f"no such folder: {folder}"
+        raise UsageError(f"{why}. Pass the run_dir of a Trainer") from error
     reader = RunReader(printable(folder.resolve().name), joins=True)
     for event in events_in(lines):
         reader.take(event)
@@ -323,6 +322,7 @@ class RunReader:
             now: Present time in seconds since 1970; None: ask the clock.
         """
         now = time.time() if now is None else now
+        silence = longest_silence(self.clock - self._began, self._slowest)
         return RunRecord(
             name=self.name,
             config={},
@@ -333,7 +333,7 @@ class RunReader:
             occurrences=self.occurrences,
             checkpoints=self.checkpoints,
             end=self.end,
-            is_live=not self.end and now - self.clock < self._longest_silence(),
+            is_live=not self.end and now - self.clock < silence,
             clock=self.clock,
             place=self.place,
             other_pass=self.other_pass,
@@ -435,9 +435,6 @@ class RunReader:
         if self._first is None or done is None or done <= self._first[1]:
             return None
         return (self._placed - self._first[0]) / (done - self._first[1]) * max(0.0, 1 - done)
-
-    def _longest_silence(self) -> float:
-        return longest_silence(self.clock - self._began, self._slowest)
 
     def _epoch(self, event: Mapping[str, Any], clock: float) -> None:
         number = int(event["epoch"])

@@ -6,7 +6,7 @@ mixed with those of other ranks.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 MARKER = "@hvdtrain-failure "
 LONGEST_TEXT = 100_000
@@ -36,12 +36,14 @@ class Failure:
         exit_code: Exit code of the rank, 1-255.
         secondary: Whether the error only reports that another rank has gone.
         text: Traceback or message; empty for a bare `sys.exit(n)`.
+        size: Number of ranks.
     """
 
     rank: int
     exit_code: int
     secondary: bool
     text: str
+    size: int = field(default=1, compare=False)
 
     def to_line(self) -> str:
         """Return the report as one line, without a newline."""
@@ -65,6 +67,7 @@ def from_line(line: str) -> Failure | None:
         (failure.exit_code, int),
         (failure.secondary, bool),
         (failure.text, str),
+        (failure.size, int),
     )
     return failure if all(isinstance(value, kind) for value, kind in types) else None
 

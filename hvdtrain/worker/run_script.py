@@ -36,7 +36,7 @@ from hvdtrain.environment import (
 )
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.host_limits import available_cores
-from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS, is_elastic, rank_of
+from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS, is_elastic, rank_of, size_of
 from hvdtrain.standard_streams import write_all
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
 from hvdtrain.worker import (
@@ -55,6 +55,7 @@ from hvdtrain.worker.rank_environment import rank_environment
 from hvdtrain.worker.secret_files import delivered
 
 CLEAN_UP_SECONDS = 1.0
+_NO_INPUT = "EOF when reading a line"  # Of input().
 MODULE, PROGRAM = "-m", "--program"
 _RUNNER = str(Path(__file__).with_name("function_rank.py"))
 _ADOPTER = str(Path(__file__).parents[1] / "adopt" / "__main__.py")
@@ -117,7 +118,7 @@ def _run() -> None:
     except HvdtrainError as error:
         _fail(error.exit_code, is_secondary(error), text_of(error))
     except BaseException as error:
-        _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error))
+        _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error) + _hint(error))
     beat("ended")
     if watching is not None and watching.complaint():
         missing_allreduce.say(watching.complaint())
@@ -189,6 +190,15 @@ def script_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
 
 
+def _hint(error: BaseException) -> str:
+    """Return what to do about an error that only ranks get. Empty for others."""
+    if isinstance(error, EOFError) and text_of(error) == _NO_INPUT and rank_of(os.environ):
+        return (
+            "\nStandard input goes to rank 0 only: pass what all ranks need in arguments or a file"
+        )
+    return ""
+
+
 def _prepare_output() -> None:
     """Flush output at each line; let only rank 0 report a terminal, if there is one."""
     frame_output(os.environ)
@@ -214,7 +224,7 @@ def _exit_as_asked(code: object) -> None:
 
 
 def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
-    failure = Failure(rank_of(os.environ), exit_code, secondary, text)
+    failure = Failure(rank_of(os.environ), exit_code, secondary, text, size_of(os.environ))
     # Nobody reads reports if the user has pasted the launch command.
     under_launcher = TERMINAL in os.environ
     _flush()

@@ -11,6 +11,7 @@ import pytest
 SCRIPT = """
 import glob, json, os, signal, sys, threading
 import hvdtrain
+from hvdtrain.rank_variables import is_rank
 from hvdtrain.launch.hosts import Host  # makes hvdtrain.launch the package, too
 
 class Point:
@@ -77,7 +78,18 @@ def interrupted():
 def lock():
     return threading.Lock()
 
-for function in (fails, killed, nested, exits, lock):
+class Here:
+    def __reduce__(self):
+        return rank_only, ()
+
+def rank_only():
+    if not is_rank(os.environ):
+        raise ValueError("not a rank")
+
+def unreadable():
+    return Here() if rank() == 1 else 0
+
+for function in (fails, killed, nested, exits, lock, unreadable):
     said[function.__name__] = error_of(function)
 caller = os.getpid()
 try:
@@ -157,6 +169,12 @@ def test_sys_exit_gives_no_result(said: dict[str, list[object]]) -> None:
 
 def test_a_result_that_cannot_be_pickled_is_named(said: dict[str, list[object]]) -> None:
     assert "the function returned a lock that cannot be pickled" in str(said["lock"][0])
+
+
+def test_a_result_that_cannot_be_unpickled_is_named(said: dict[str, list[object]]) -> None:
+    message, rank, code, *_ = said["unreadable"]
+    assert (rank, code) == (1, 0)
+    assert str(message).startswith("the result of rank 1 cannot be unpickled here (ValueError: not")
 
 
 def test_ctrl_c_ends_the_ranks(said: dict[str, list[object]]) -> None:

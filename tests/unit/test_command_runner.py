@@ -1,5 +1,6 @@
 """Running a command: its output, its end, and everything that it started."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from hvdtrain.launch.running.command_runner import Ending, run_process
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import processes_of
 from hvdtrain.start.parts import host_agent
+from hvdtrain.worker.proc_files import state_of
 
 
 class Seen:
@@ -227,6 +229,15 @@ def test_signals_are_as_before(seen: Seen) -> None:
     before = signal.getsignal(signal.SIGINT)
     seen.run("true")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_handler_of_faulthandler_stays(seen: Seen) -> None:
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    try:
+        seen.run("true")
+        assert signal.SIGUSR1 in state_of(os.getpid()).caught
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
 
 
 def test_whoever_ends_a_run_waits_longer_than_those_below() -> None:

@@ -88,6 +88,7 @@ def test_a_host_without_address_is_named() -> None:
         ({"kwargs": {"lock": threading.Lock()}}, r"kwargs\['lock'\] cannot be pickled"),
         ({"function": threading.Lock().acquire}, "the function cannot be pickled"),
         ({"function": 3}, "3 is not a function"),
+        ({"hosts": ["a"]}, r"hosts=\['a'\]\): pass a string, such as"),
     ],
 )
 def test_what_cannot_work_is_one_message(options: dict[str, object], message: str) -> None:

@@ -41,6 +41,13 @@ def test_the_same_error_of_many_ranks_is_said_once() -> None:
     )
 
 
+def test_the_same_end_of_all_ranks() -> None:
+    ended = [Failure(rank, 3, False, "", 2) for rank in (1, 0)]
+    assert judge(1, *ended).message == "each of the 2 ranks ended with exit code 3" + LOGS
+    other = [ended[0], Failure(0, 4, False, "", 2)]
+    assert judge(1, *other).message == "rank 1 ended with exit code 3" + LOGS
+
+
 def test_only_consequences_are_better_than_nothing() -> None:
     assert judge(1, LOST).message.startswith("rank 0 failed: HorovodInternalError")
 

@@ -339,7 +339,7 @@ def test_the_command(tmp_path: Path) -> None:
         report, [run, str(tmp_path / "b" / "run"), "-o", output], catch_exceptions=False
     )
     assert f"{tmp_path}/b/run" in Path(output).read_text(), "runs of one name are told apart"
-    for folder, words in ((tmp_path, "contains no run"), (tmp_path / "none", "No such file")):
+    for folder, words in ((tmp_path, "contains no run"), (tmp_path / "none", "no such folder")):
         with pytest.raises(UsageError, match=words):
             CliRunner().invoke(report, [str(folder)], catch_exceptions=False)
     with pytest.raises(HvdtrainError, match="cannot be written"):

@@ -26,6 +26,7 @@ def work(
         [sys.executable, "-P", "-m", "hvdtrain.worker", "sub/train.py", *args],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=60,
@@ -345,6 +346,13 @@ def test_an_error_without_a_text_is_told_all_the_same(tmp_path: Path) -> None:
         (failure,) = (from_line(line) for line in lines)
         assert failure is not None and "Odd" in failure.text
         assert result.returncode == 1
+
+
+def test_a_rank_without_standard_input_says_who_has_it(tmp_path: Path) -> None:
+    for rank, hinted in (("0", False), ("1", True)):
+        said = work(tmp_path, "input()", HOROVOD_RANK=rank).stderr
+        assert "EOFError: EOF when reading a line" in said
+        assert ("Standard input goes to rank 0 only: pass" in said) == hinted
 
 
 def test_an_error_may_name_a_file_that_is_no_utf_8(tmp_path: Path) -> None:

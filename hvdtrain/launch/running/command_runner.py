@@ -283,9 +283,14 @@ class _Signals:
 
 @contextlib.contextmanager
 def _recorded_signals() -> Iterator[_Signals]:
-    """Record signals to this process instead of acting on them."""
+    """Record signals to this process instead of acting on them.
+
+    A handler that is not Python's, such as faulthandler's, stays: Python could not restore it.
+    """
     came = _Signals()
-    numbers = (*ending_signals(), signal.SIGUSR1)
+    own = {number for number in signal.Signals if callable(signal.getsignal(number))}
+    foreign = state_of(os.getpid()).caught - own
+    numbers = {*ending_signals(), signal.SIGUSR1} - foreign
     before = {number: signal.signal(number, came.note) for number in numbers}
     try:
         yield came

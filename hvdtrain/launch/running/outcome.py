@@ -10,7 +10,7 @@ from pathlib import Path
 from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_PREEMPTED, EXIT_SIGNAL_BASE
 from hvdtrain.launch.running.command_runner import Ending
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames, ranks_in_words
-from hvdtrain.launch.ssh_errors import ssh_error_in
+from hvdtrain.launch.ssh import ssh_error_in
 from hvdtrain.signals import shell_code
 from hvdtrain.worker.failure_report import Failure
 
@@ -181,15 +181,21 @@ def _only(process_names: ProcessNames) -> str:
 
 
 def _describe(cause: Failure, failures: list[Failure], process_names: ProcessNames) -> str:
-    alike = sorted({f.rank for f in failures if f.text == cause.text} - {cause.rank})
-    also = f" (and {ranks_in_words(alike)})" if alike else ""
-    name = process_names.name(cause.rank) if process_names == RANKS else _only(process_names)
+    same = cause.text, cause.exit_code
+    alike = {one.rank for one in failures if (one.text, one.exit_code) == same}
+    if process_names != RANKS:
+        name = _only(process_names)
+    elif len(alike) == cause.size > 1:
+        name = f"each of the {cause.size} ranks"
+    else:
+        others = sorted(alike - {cause.rank})
+        name = f"rank {cause.rank}" + (f" (and {ranks_in_words(others)})" if others else "")
     if not cause.text:
-        return f"{name}{also} {how_it_ended(cause.exit_code)}"
+        return f"{name} {how_it_ended(cause.exit_code)}"
     if cause.exit_code == EXIT_PREEMPTED:
         return cause.text
     one_line = "\n" not in cause.text
-    return f"{name}{also} failed:{' ' if one_line else chr(10)}{cause.text}"
+    return f"{name} failed:{' ' if one_line else chr(10)}{cause.text}"
 
 
 def how_it_ended(code: int) -> str:

@@ -40,8 +40,7 @@ from hvdtrain.errors import EngineError  # noqa: E402
 from hvdtrain.launch.running.outcome import how_it_ended  # noqa: E402
 from hvdtrain.launch.running.rank_monitor import MPI_PARAMETER  # noqa: E402
 from hvdtrain.launch.secrets import masked  # noqa: E402
-from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
-from hvdtrain.launch.ssh_errors import SSH_FAILED  # noqa: E402
+from hvdtrain.launch.ssh import BATCH, SSH_FAILED, unseen_keys, where  # noqa: E402
 from hvdtrain.signals import shell_code  # noqa: E402
 from hvdtrain.start.parts.elastic_driver import (  # noqa: E402
     PatientDriver,

@@ -26,7 +26,7 @@ from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
 from hvdtrain.launch.running.time_limits import ENDING_SECONDS, REPEAT_SECONDS
-from hvdtrain.launch.ssh_errors import SSH_FAILED
+from hvdtrain.launch.ssh import SSH_FAILED
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
 from hvdtrain.start.parts.news_pipe import NewsPipe
