@@ -100,10 +100,7 @@ class MpiTransport:
     """Transport with mpi4py's Isend and Irecv, in an MPI communicator of its own.
 
     Horovod has initialized MPI for several threads and keeps using it from its own. Nothing here blocks inside
-    MPI: waits poll, so they can end at the limit.
-
-    Args:
-        limit: Longest wait for a message, in seconds.
+    MPI: waits poll, so they can end at the limit, in seconds.
     """
 
     def __init__(self, limit: float) -> None:
@@ -159,11 +156,7 @@ class MpiTransport:
 
 
 class AlltoallTransport:
-    """Transport with Horovod's alltoall in process sets of two ranks; Horovod's stall check ends its waits.
-
-    Args:
-        pairs: For the rank of each neighbour, the process set of it and this rank.
-    """
+    """Transport with Horovod's alltoall in process sets of two ranks; Horovod's stall check ends its waits."""
 
     def __init__(self, pairs: Mapping[int, Communicator]) -> None:
         self._pairs = pairs
