@@ -42,12 +42,7 @@ class Ring:
         return cls(rank, size, following, previous)
 
     def calls(self, name: str, each: int) -> Callable[[int], None]:
-        """Return a function that passes the bytes of a collective as many times as its argument says.
-
-        Args:
-            name: Name of the collective.
-            each: Bytes of each rank's part.
-        """
+        """Return a function that passes the bytes of a collective, `each` for a rank's part, as often as it is told."""
         is_broadcast = name == "broadcast"
         steps, part = ring_steps(name, self.size), each
         if is_broadcast:

@@ -103,11 +103,7 @@ class Turn:
 
 
 def serve(build: Callable[..., Training]) -> None:
-    """Train the turns of a job, as one of its processes: the main program of the job's script.
-
-    Args:
-        build: Function of the job's options.
-    """
+    """Train the turns of a job, which `build` makes of its options, as one of its processes: the main of a script."""
     options, address = sys.argv[1:]
     training = build(**json.loads(options))
     training.pause()

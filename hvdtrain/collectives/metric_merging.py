@@ -33,7 +33,7 @@ MEAN, FIRST = "mean", "first"
 """Rules for variables that declare them: the plain mean over ranks, and the first rank's value."""
 DECLARED = {"mean": MEAN, "only_first_replica": FIRST}
 
-State = list[np.ndarray]
+MetricState = list[np.ndarray]
 
 
 Updates = Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
@@ -107,10 +107,10 @@ def find_rules(
 class _Tried:
     """States of a metric after a trial, and its result on one worker."""
 
-    wanted: State
+    wanted: MetricState
     one: np.ndarray
-    plain: list[State]
-    weighted: list[State]
+    plain: list[MetricState]
+    weighted: list[MetricState]
     last_shares: list[float]
 
     @classmethod
@@ -128,7 +128,7 @@ class _Tried:
             [shares[-1] for shares in trial.shares],
         )
 
-    def combined(self, rules: Sequence[str]) -> State:
+    def combined(self, rules: Sequence[str]) -> MetricState:
         return [
             combine(
                 rule,
@@ -203,13 +203,13 @@ def _kept(metric: keras.metrics.Metric) -> Iterator[None]:
         assign(metric.variables[: len(own)], own)
 
 
-def _state(metric: keras.metrics.Metric) -> State:
+def _state(metric: keras.metrics.Metric) -> MetricState:
     return [tf_variable(v).numpy() for v in metric.variables]
 
 
 def _state_after(
     metric: keras.metrics.Metric, steps: Sequence[Updates], shares: Sequence[float] | None = None
-) -> State:
+) -> MetricState:
     """Return the state after `steps`; with `shares`, the change in each step is weighted by its share."""
     metric.reset_state()
     for number, updates in enumerate(steps):
@@ -224,7 +224,7 @@ def _state_after(
     return _state(metric)
 
 
-def _result(metric: keras.metrics.Metric, state: State) -> np.ndarray:
+def _result(metric: keras.metrics.Metric, state: MetricState) -> np.ndarray:
     assign(metric.variables, state)
     values = [np.ravel(value) for value in keras.tree.flatten(metric.result())]
     return np.concatenate(values).astype(np.float64)

@@ -24,7 +24,7 @@ from hvdtrain.collectives.metric_merging import (
     MIN,
     SHARE,
     SUM,
-    State,
+    MetricState,
     declared_rule,
 )
 from hvdtrain.errors import ReplicaError, UsageError, warn_user
@@ -53,12 +53,12 @@ def check_additive(metrics: Sequence[keras.metrics.Metric]) -> None:
             )
 
 
-def read_state(metrics: Sequence[keras.metrics.Metric]) -> State:
+def read_state(metrics: Sequence[keras.metrics.Metric]) -> MetricState:
     """Return the values of all state variables of `metrics`."""
     return [tf_variable(v).numpy() for v in state_variables(metrics)]
 
 
-def write_state(metrics: Sequence[keras.metrics.Metric], state: State) -> None:
+def write_state(metrics: Sequence[keras.metrics.Metric], state: MetricState) -> None:
     """Set all state variables of `metrics` to values that `read_state` returned."""
     assign(state_variables(metrics), state)
 

@@ -44,7 +44,7 @@ def apply_class_weight(data: tuple, reading: ReadOptions, where: str) -> tuple:
     return data[0], data[1], weights
 
 
-def weighted(element: Any, reading: ReadOptions) -> Any:
+def weighted_element(element: Any, reading: ReadOptions) -> Any:
     """Return the signature of an example (see `Source.element`) after class weights were added as sample weights."""
     weighs = reading.class_weight is not None
     if weighs and not structures.is_bare(element) and len(element) == 2:

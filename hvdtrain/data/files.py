@@ -23,7 +23,7 @@ import numpy as np
 
 from hvdtrain.data import structures, tf_dataset
 from hvdtrain.data.arrays import to_array
-from hvdtrain.data.class_weight import apply_class_weight, weighted
+from hvdtrain.data.class_weight import apply_class_weight, weighted_element
 from hvdtrain.data.indexed import KnownSource, Slot
 from hvdtrain.data.share import ReadOptions, Share
 from hvdtrain.data.streams import global_batches
@@ -122,7 +122,7 @@ class FileSource(KnownSource):
 
     @property
     def element(self) -> Any:
-        return weighted(self._given, self.reading)
+        return weighted_element(self._given, self.reading)
 
     @property
     def unrepeatable(self) -> str:  # type: ignore[override]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data import structures
-from hvdtrain.data.class_weight import apply_class_weight, weighted
+from hvdtrain.data.class_weight import apply_class_weight, weighted_element
 from hvdtrain.data.indexed import KnownSource, Order, Slot
 from hvdtrain.data.random_generators import drawing_from, generators_in
 from hvdtrain.data.share import ReadOptions, Share, warn_of_joining
@@ -154,7 +154,7 @@ class ItemSource(KnownSource):
 
     @property
     def element(self) -> Any:
-        return weighted(self.given, self.reading)
+        return weighted_element(self.given, self.reading)
 
     def sample(self) -> dict[str, list[float | str]]:
         # Items are compared as they are read: requesting one beforehand would cost as much.

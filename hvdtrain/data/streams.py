@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from hvdtrain.data import structures
 from hvdtrain.data.arrays import convert, unpack
-from hvdtrain.data.class_weight import apply_class_weight, weighted
+from hvdtrain.data.class_weight import apply_class_weight, weighted_element
 from hvdtrain.data.sharding import ShardPoint, Window
 from hvdtrain.data.share import (
     Part,
@@ -109,7 +109,7 @@ class StreamSource:
 
     @cached_property
     def element(self) -> Any:
-        return weighted(self.stream.element(), self.reading)
+        return weighted_element(self.stream.element(), self.reading)
 
     @property
     def unrepeatable(self) -> str:

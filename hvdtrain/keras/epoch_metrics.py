@@ -14,9 +14,9 @@ import keras
 import numpy as np
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Min
-from hvdtrain.collectives.metric_merging import State
+from hvdtrain.collectives.metric_merging import MetricState
 from hvdtrain.collectives.metrics import as_value, merge_state, read_state, write_state
-from hvdtrain.keras_internals.metric_calls import Source, is_of_keras, metrics_of, watched
+from hvdtrain.keras_internals.metric_calls import LogSource, is_of_keras, metrics_of, watched
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Counted:
     """
 
     metrics: list[keras.metrics.Metric]
-    state: State
-    sources: dict[str, Source]
+    state: MetricState
+    sources: dict[str, LogSource]
     results: dict[str, np.ndarray]
 
     @classmethod

@@ -16,7 +16,7 @@ from hvdtrain.keras_internals.models import held_in
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """Origin of a value in the logs.
 
     Attributes:
@@ -42,9 +42,9 @@ class Calls:
     """
 
     updates: list[tuple[keras.metrics.Metric, list[tuple[Any, Any]]]] = field(default_factory=list)
-    _results: list[tuple[Any, Source]] = field(default_factory=list)
+    _results: list[tuple[Any, LogSource]] = field(default_factory=list)
 
-    def sources(self, logs: Mapping[str, Any]) -> dict[str, Source]:
+    def sources(self, logs: Mapping[str, Any]) -> dict[str, LogSource]:
         """Return the origin of each value in `logs` that is the same object as a metric's result."""
         # The results are kept alive, so that no other object can have their id().
         known = {id(value): source for value, source in self._results}
@@ -59,9 +59,9 @@ class Calls:
 
     def add_result(self, metric: keras.metrics.Metric, result: Any) -> None:
         if isinstance(result, dict):
-            self._results += [(value, Source(metric, key)) for key, value in result.items()]
+            self._results += [(value, LogSource(metric, key)) for key, value in result.items()]
         else:
-            self._results.append((result, Source(metric)))
+            self._results.append((result, LogSource(metric)))
 
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:

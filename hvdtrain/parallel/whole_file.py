@@ -20,11 +20,7 @@ from hvdtrain.strategies.model_file import read_model, write_model
 
 
 class DividedState:
-    """State of which each rank holds a part: the optimizer's, or the model's as well.
-
-    Args:
-        position: Position of this rank in the mesh.
-    """
+    """State of which each rank holds a part: the optimizer's, or the model's as well."""
 
     together: ClassVar[bool] = True
 

@@ -37,7 +37,7 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
-from hvdtrain.strategies.training_state import State, WholeState, broadcast, broadcast_state
+from hvdtrain.strategies.training_state import StateIO, WholeState, broadcast, broadcast_state
 
 
 class HorovodStrategy(Strategy):
@@ -46,7 +46,7 @@ class HorovodStrategy(Strategy):
     Args:
         mesh: Mesh of ranks. None: each rank has the whole model.
         runner: Makes the Runner that builds and runs the model, given this rank's position.
-        state: Makes the State that saves and loads, given this rank's position.
+        state: Makes the StateIO that saves and loads, given this rank's position.
         wrap: Makes a plain Keras optimizer reduce its gradients, and possibly shard its state; or neither.
 
     Attributes:
@@ -58,13 +58,13 @@ class HorovodStrategy(Strategy):
     name: ClassVar[str] = "horovod"
     position: Position
     runner: Runner
-    state: State
+    state: StateIO
 
     def __init__(
         self,
         mesh: Mesh | None = None,
         runner: Callable[[Position], Runner] = Runner,
-        state: Callable[[Position], State] = WholeState,
+        state: Callable[[Position], StateIO] = WholeState,
         wrap: Callable[[Any, Reduction], Any] = distribute,
     ) -> None:
         super().__init__()

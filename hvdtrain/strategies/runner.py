@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 class Runner:
     """Runner on a rank that holds the whole model.
 
-    Args:
-        position: Position of this rank in the mesh.
-
     Attributes:
         rounds: Rounds of ranks that train alone for some steps; None: every step is made together.
         skips_steps: Whether on_nan="skip" works.

@@ -39,7 +39,7 @@ from hvdtrain.collectives.metrics import (
 from hvdtrain.data import Share
 from hvdtrain.errors import warn_user
 from hvdtrain.keras_internals.metric_calls import (
-    Source,
+    LogSource,
     hides_state,
     is_known_to_add_up,
     watched,
@@ -61,7 +61,7 @@ class StepLogs(dict[str, Any]):
     def __init__(
         self,
         logs: Mapping[str, Any],
-        sources: Mapping[str, Source],
+        sources: Mapping[str, LogSource],
         rules: Mapping[int, str],
         of_states: StateLogs | None = None,
     ) -> None:
@@ -101,7 +101,7 @@ class StepMetrics:
         self._tried: set[int] = set()
         self._sums: set[int] = set()
         self.rules: dict[int, str] = {}
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, LogSource] = {}
         states = state_variables(metrics)
         self._targets = [tf_variable(v) for v in states if in_parts or can_be_weighted(v)]
         self._counters: dict[int, tf.Variable] = {}
@@ -127,7 +127,7 @@ class StepMetrics:
 
         return counted
 
-    def count(self, work: Callable[[], Any], examples: int) -> tuple[Any, dict[str, Source]]:
+    def count(self, work: Callable[[], Any], examples: int) -> tuple[Any, dict[str, LogSource]]:
         """Run `work`, which updates the metrics with `examples` examples; weight the states that count by the share.
 
         Returns:

@@ -114,11 +114,6 @@ def connect(name: str | None) -> tf.distribute.Strategy:
 def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str:
     """Return the address for TensorFlow's resolver: "local", or a name or address that answers.
 
-    Args:
-        name: Argument of `TPU`.
-        environ: Environment of this process.
-        devices: Folder of the devices, /dev.
-
     Raises:
         UsageError: There is no TPU that this TensorFlow can use.
     """

@@ -31,7 +31,7 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.strategies.model_file import read_model, write_model
 
 
-class State(Protocol):
+class StateIO(Protocol):
     """How the state of a training is saved and loaded; for the methods see Strategy.
 
     Attributes:

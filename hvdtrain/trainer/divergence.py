@@ -286,12 +286,7 @@ class LossWatch:
 
 
 def checked_policy(on_nan: str, strategy: Strategy, saves: bool) -> str:
-    """Return `on_nan` after checking that `strategy` supports it.
-
-    Args:
-        on_nan: Policy that the user chose.
-        strategy: Strategy that runs the training.
-        saves: Whether the Trainer has checkpoints.
+    """Return the user's `on_nan`, after checking that it works with `strategy`; `saves`: the Trainer has checkpoints.
 
     Raises:
         UsageError: If there is no such policy, or it does not work with the strategy or without checkpoints.

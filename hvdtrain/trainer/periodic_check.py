@@ -16,12 +16,7 @@ MAX_STEPS = 1000
 
 
 class PeriodicCheck:
-    """Schedules the steps at which the ranks check something together.
-
-    Args:
-        name: Name of the collective.
-        ranks: Ranks that train together.
-    """
+    """Schedules the steps at which the ranks check something together, by a collective called `name`."""
 
     def __init__(self, name: str, ranks: Communicator = ALL_RANKS) -> None:
         self._name = f"hvdtrain_{name}"
@@ -30,11 +25,7 @@ class PeriodicCheck:
         self._next = 0
 
     def due(self, steps: int) -> bool:
-        """Whether to check now; the same on all ranks.
-
-        Args:
-            steps: Number of steps trained so far, the same on all ranks.
-        """
+        """Whether to check after so many steps; the same on all ranks."""
         return steps >= self._next
 
     def reduce_max(self, steps: int, mine: Sequence[float]) -> np.ndarray:

@@ -174,10 +174,6 @@ class Profile:
 class _Recording:
     """What this rank does from now on.
 
-    Args:
-        first: Number of the first step.
-        ranks: Ranks that train together.
-
     Attributes:
         first: Number of the first step.
         begin: Time of the beginning in ns since 1970.

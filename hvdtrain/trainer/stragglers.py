@@ -86,11 +86,7 @@ def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | Non
 
 
 class StragglerWatch:
-    """Compares the ranks' times in one fit, and warns on rank 0 about a rank that slows the others down.
-
-    Args:
-        ranks: Ranks that train together.
-    """
+    """Compares the ranks' times in one fit, and warns on rank 0 about a rank that slows the others down."""
 
     def __init__(self, ranks: Communicator = ALL_RANKS) -> None:
         self._ranks = ranks
@@ -100,10 +96,7 @@ class StragglerWatch:
         self._named: set[int] = set()
 
     def look(self, epoch: int) -> dict[str, list[float]]:
-        """Compare the times of an epoch that has ended, and warn if a rank lags. A collective.
-
-        Args:
-            epoch: Index of the epoch, from 0.
+        """Compare the times of the epoch of index `epoch`, which has ended, and warn if a rank lags. A collective.
 
         Returns:
             Phase -> seconds of each rank in it; "seconds" is the duration of the epoch. Empty if there is only one

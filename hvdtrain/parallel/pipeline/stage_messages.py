@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import EngineError
 from hvdtrain.parallel.pipeline.stages import Crossing, Stage
-from hvdtrain.parallel.pipeline.transport import Spec, Transport
+from hvdtrain.parallel.pipeline.transport import ArraySpec, Transport
 
 Tensors = list[Any]
 
@@ -33,8 +33,8 @@ class Exchange:
         self._stage = stage
         self._ranks = ranks
         self._transport = transport
-        self._before: dict[Hashable, list[Spec]] = {}
-        self._behind: dict[Hashable, list[Spec]] = {}
+        self._before: dict[Hashable, list[ArraySpec]] = {}
+        self._behind: dict[Hashable, list[ArraySpec]] = {}
 
     def receive_forward(self, micro_batch: int, size: Hashable) -> Tensors:
         """Return the previous stage's tensors for a micro-batch; [] on the first stage.
@@ -53,10 +53,10 @@ class Exchange:
         dtypes = _dtypes(self._stage.received)
         if size not in self._before:
             ranks = [len(shape) for shape in _shapes(self._stage.received)]
-            flat = self._transport.receive(rank, [Spec((sum(ranks),), np.int64)], what)[0]
+            flat = self._transport.receive(rank, [ArraySpec((sum(ranks),), np.int64)], what)[0]
             ends = np.cumsum(ranks)
             self._before[size] = [
-                Spec(tuple(int(d) for d in flat[end - length : end]), dtype)
+                ArraySpec(tuple(int(d) for d in flat[end - length : end]), dtype)
                 for end, length, dtype in zip(ends, ranks, dtypes, strict=True)
             ]
         arrays = self._transport.receive(rank, self._before[size], what)
@@ -71,7 +71,7 @@ class Exchange:
         rank = self._ranks[self._stage.index + 1]
         arrays = [tensor.numpy() for tensor in tensors]
         if size not in self._behind:
-            self._behind[size] = [Spec(array.shape, array.dtype) for array in arrays]
+            self._behind[size] = [ArraySpec(array.shape, array.dtype) for array in arrays]
             dtypes = [np.dtype(dtype) for dtype in _dtypes(self._stage.sent)]
             if [array.dtype for array in arrays] != dtypes:
                 raise EngineError(
@@ -89,7 +89,7 @@ class Exchange:
         rank = self._ranks[self._stage.index + 1]
         what = f"the gradients of micro-batch {micro_batch} (stage {self._stage.index + 1})"
         specs = with_gradients(self._behind[size], self._stage.sent)
-        extra = [Spec((values,), np.float64)] if values else []
+        extra = [ArraySpec((values,), np.float64)] if values else []
         arrays = self._transport.receive(rank, [*specs, *extra], what)
         gradients = [tf.convert_to_tensor(array) for array in arrays[: len(specs)]]
         return gradients, arrays[-1] if values else np.zeros(0)

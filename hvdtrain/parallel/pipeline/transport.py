@@ -36,7 +36,7 @@ _PAUSE_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
-class Spec:
+class ArraySpec:
     """Shape and NumPy dtype of an array to receive."""
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Transport(Protocol):
     def send(self, rank: int, arrays: Sequence[np.ndarray]) -> None:
         """Send `arrays` to `rank` and return without waiting; the arrays must not be changed afterwards."""
 
-    def receive(self, rank: int, specs: Sequence[Spec], what: str) -> list[np.ndarray]:
+    def receive(self, rank: int, specs: Sequence[ArraySpec], what: str) -> list[np.ndarray]:
         """Return the next message from `rank`.
 
         Args:
@@ -100,10 +100,7 @@ class MpiTransport:
     """Transport with mpi4py's Isend and Irecv, in an MPI communicator of its own.
 
     Horovod has initialized MPI for several threads and keeps using it from its own. Nothing here blocks inside
-    MPI: waits poll, so they can end at the limit.
-
-    Args:
-        limit: Longest wait for a message, in seconds.
+    MPI: waits poll, so they can end at the limit, in seconds.
     """
 
     def __init__(self, limit: float) -> None:
@@ -130,7 +127,7 @@ class MpiTransport:
             data = _bytes_of(array)
             self._leaving.append((self._communicator.Isend(data, dest=rank), data))
 
-    def receive(self, rank: int, specs: Sequence[Spec], what: str) -> list[np.ndarray]:
+    def receive(self, rank: int, specs: Sequence[ArraySpec], what: str) -> list[np.ndarray]:
         buffers = [np.empty(spec.bytes, np.uint8) for spec in specs]
         requests = [self._communicator.Irecv(buffer, source=rank) for buffer in buffers]
         self._wait(requests, f"{what} from rank {rank}")
@@ -159,11 +156,7 @@ class MpiTransport:
 
 
 class AlltoallTransport:
-    """Transport with Horovod's alltoall in process sets of two ranks; Horovod's stall check ends its waits.
-
-    Args:
-        pairs: For the rank of each neighbour, the process set of it and this rank.
-    """
+    """Transport with Horovod's alltoall in process sets of two ranks; Horovod's stall check ends its waits."""
 
     def __init__(self, pairs: Mapping[int, Communicator]) -> None:
         self._pairs = pairs
@@ -185,7 +178,7 @@ class AlltoallTransport:
             self._threads[rank].submit(self._exchange, ALL_RANKS.rank(), rank, tf.constant(joined))
         )
 
-    def receive(self, rank: int, specs: Sequence[Spec], what: str) -> list[np.ndarray]:
+    def receive(self, rank: int, specs: Sequence[ArraySpec], what: str) -> list[np.ndarray]:
         del what
         joined = self._exchange(rank, rank, tf.zeros([0], tf.uint8)).numpy()
         ends = np.cumsum([0, *(spec.bytes for spec in specs)])
@@ -235,5 +228,5 @@ def _bytes_of(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _array_of(data: np.ndarray, spec: Spec) -> np.ndarray:
+def _array_of(data: np.ndarray, spec: ArraySpec) -> np.ndarray:
     return data.view(spec.dtype).reshape(spec.shape)

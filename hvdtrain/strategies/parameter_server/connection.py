@@ -153,11 +153,7 @@ def without_tracebacks(
     """Return a threading.excepthook that prints no traceback for the threads of TensorFlow's coordinator.
 
     Their errors are lost workers and servers. A lost server also ends the training with an error, which names it: such
-    an error is left out, any other printed in one line.
-
-    Args:
-        show: Hook for all other threads.
-        config: Configuration of the job.
+    an error is left out, any other printed in one line. `show` is the hook for all other threads.
     """
 
     def hook(error: threading.ExceptHookArgs) -> object:

@@ -37,8 +37,6 @@ from hvdtrain.keras_internals.remote_variables import (
 from hvdtrain.keras_internals.variables import seed_variables, unique
 from hvdtrain.strategies.step_metrics import SummedMetrics
 
-Step = Callable[[Any], Any]
-
 
 @dataclass(frozen=True)
 class Ticket:
@@ -92,7 +90,7 @@ class StepFunctions:
         self._statistics = [
             make_step_variable(v) for v in unique(statistics) if id(v) not in counted
         ]
-        self._steps: dict[str, Step] = {
+        self._steps: dict[str, Callable[[Any], Any]] = {
             "train": model.train_step,
             "test": model.test_step,
             "predict": model.predict_step,
@@ -158,7 +156,9 @@ class StepFunctions:
         self._summed.learn(calls.updates, int(signature[0].shape[0]))
         return Traced(function, signature, names)
 
-    def _counted(self, step: Step, ticket: tf.Tensor, data: Any, names: list[str]) -> tf.Tensor:
+    def _counted(
+        self, step: Callable[[Any], Any], ticket: tf.Tensor, data: Any, names: list[str]
+    ) -> tf.Tensor:
         """Run `step` with metrics at zero; return the metrics' states after it, and its logs, as one vector."""
         before = [v.value.read_value() for v in self._statistics]
         with in_step([*self.metrics, *self._statistics], [*map(tf.constant, self._zero), *before]):

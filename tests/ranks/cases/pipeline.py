@@ -36,7 +36,7 @@ from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras import DistributedOptimizer
 from hvdtrain.keras_internals.variables import seed_variables
-from hvdtrain.parallel.pipeline.transport import AlltoallTransport, MpiTransport, Spec
+from hvdtrain.parallel.pipeline.transport import AlltoallTransport, ArraySpec, MpiTransport
 
 
 def momentum() -> Any:
@@ -469,7 +469,7 @@ def case_absent() -> dict[str, Any]:
     transport = MpiTransport(0.5)
     if RANK == 0:
         with pytest.raises(EngineError) as raised:
-            transport.receive(1, [Spec((3,), np.float32)], "the activations of micro-batch 7")
+            transport.receive(1, [ArraySpec((3,), np.float32)], "the activations of micro-batch 7")
     else:
         raised = None
     ALL_RANKS.exchange(0, "absent")
@@ -485,7 +485,7 @@ def case_alltoall() -> dict[str, Any]:
     mine = [np.full((2, 3), RANK, np.float16), np.arange(RANK, RANK + 5), np.zeros((0, 4))]
     for _ in range(3):
         transport.send(other, mine)
-    specs = [Spec(array.shape, array.dtype) for array in mine]
+    specs = [ArraySpec(array.shape, array.dtype) for array in mine]
     received = [transport.receive(other, specs, "") for _ in range(3)]
     transport.flush()
     wanted = [np.full((2, 3), other), np.arange(other, other + 5), np.zeros((0, 4))]
