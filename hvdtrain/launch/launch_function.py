@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.environment import EXIT_INTERRUPTED, HANG_SECONDS
+from hvdtrain.environment import EXIT_SIGNAL_BASE, HANG_SECONDS
 from hvdtrain.errors import LaunchError, UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import parse_hosts
@@ -63,19 +65,28 @@ def launch(
         UsageError: An argument is invalid or cannot be pickled, or the call is not made from the main thread.
         EngineError: Horovod is not installed, or supports neither MPI nor Gloo on this machine.
         LaunchError: A rank failed, or ended without a result that can be unpickled here.
-        KeyboardInterrupt: The user pressed Ctrl-C or the notebook's stop button. The ranks are ended.
+        KeyboardInterrupt: The user pressed Ctrl-C or the notebook's stop button. The ranks are ended. SIGTERM and
+            SIGHUP end them, too, and then this process, unless it handles the signal.
     """
     check_started_once(os.environ)
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
             "hvdtrain.launch must be called from the main thread, which receives Ctrl-C"
         )
-    if isinstance(np, bool) or not isinstance(np, int) or np < 1:
-        raise UsageError(f"hvdtrain.launch(np={np!r}): the number of workers must be at least 1")
-    if not isinstance(hosts, str | None):
-        raise UsageError(
-            f"hvdtrain.launch(hosts={hosts!r}): pass a string, such as 'node1:4,node2:4'"
-        )
+    _require("np", np, type(np) is int and np >= 1, "the number of workers must be at least 1")
+    _require("args", args, isinstance(args, (list, tuple)), "pass a list or tuple")
+    named = kwargs is None or (
+        isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
+    )
+    _require("kwargs", kwargs, named, "pass a dict with names as its keys")
+    text = hosts is None or isinstance(hosts, str)
+    _require("hosts", hosts, text, "pass a string, such as 'node1:4,node2:4'")
+    known = controller in ("auto", "mpi", "gloo")
+    _require("controller", controller, known, 'choose "auto", "mpi" or "gloo"')
+    path = log_dir is None or isinstance(log_dir, (str, Path))
+    _require("log_dir", log_dir, path and "\0" not in str(log_dir), "pass the path of a folder")
+    number = isinstance(hang_timeout, (int, float)) and 0 <= hang_timeout < inf
+    _require("hang_timeout", hang_timeout, number, "pass a number of seconds, or 0 for no limit")
     site = this_site()
     places = parse_hosts(hosts) if hosts else ()
     plan = LaunchPlan(
@@ -87,7 +98,7 @@ def launch(
         env=(EnvVar(ADDRESS), EnvVar(KEY)),
     )
     other = next((place.name for place in places if place.name not in site.names), None)
-    outcomes: list[tuple[Outcome, Path]] = []
+    outcomes: list[tuple[Outcome, Path, signal.Signals | None]] = []
     with FunctionServer(_pickled(function, args, kwargs or {}), other) as server:
         prepared = find_launcher(plan.launcher)(plan, site)
         run_launch(
@@ -99,11 +110,18 @@ def launch(
             ),
             RunLimits(_GRACE_SECONDS, limits_of(hang_timeout, plan) if hang_timeout else None),
             environ=prepared.environment({**os.environ, **server.caller.variables()}),
-            on_outcome=lambda outcome, folder: outcomes.append((outcome, folder)),
+            on_outcome=lambda *outcome: outcomes.append(outcome),
         )
-    outcome, folder = outcomes[-1]
+    outcome, folder, received = outcomes[-1]
+    if received is not None:
+        _pass_on(received, folder)
     _check(outcome, folder, [rank for rank in range(np) if rank not in server.results])
     return [_unpickled(server.results[rank], rank, folder) for rank in range(np)]
+
+
+def _require(name: str, value: object, is_valid: bool, wanted: str) -> None:
+    if not is_valid:
+        raise UsageError(f"hvdtrain.launch({name}={value!r}): {wanted}")
 
 
 def _pickled(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -121,7 +139,9 @@ def _pickled(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             f"hvdtrain.launch: {what} cannot be pickled ({error}): open files, locks and "
             "connections inside the function"
         ) from error
-    return pickle.dumps(([str(Path(folder).absolute()) for folder in sys.path], call))
+    # Python, too, ignores what is no string.
+    folders = [str(Path(folder).absolute()) for folder in sys.path if isinstance(folder, str)]
+    return pickle.dumps((folders, call))
 
 
 def _unpickled(result: bytes, rank: int, log_dir: Path) -> Any:
@@ -148,10 +168,22 @@ def _can_pickle(thing: object) -> bool:
     return True
 
 
-def _check(outcome: Outcome, log_dir: Path, missing: Sequence[int]) -> None:
-    """Raise the exception for a run that was interrupted, failed, or lacks results."""
-    if outcome.exit_code == EXIT_INTERRUPTED:
+def _pass_on(received: signal.Signals, log_dir: Path) -> None:
+    """Do with a signal that ended the run what this process would have done without it.
+
+    Raises:
+        KeyboardInterrupt: It was SIGINT.
+        LaunchError: The process goes on.
+    """
+    if received == signal.SIGINT:
         raise KeyboardInterrupt
+    signal.raise_signal(received)
+    message = f"the run was ended by {received.name}\nlogs of all workers: {log_dir}"
+    raise LaunchError(message, None, EXIT_SIGNAL_BASE + received, "", log_dir)
+
+
+def _check(outcome: Outcome, log_dir: Path, missing: Sequence[int]) -> None:
+    """Raise the exception for a run that failed, or lacks results."""
     if outcome.exit_code:
         message = outcome.message or f"the run was ended (exit code {outcome.exit_code})"
         raise LaunchError(message, outcome.rank, outcome.exit_code, outcome.traceback, log_dir)

@@ -44,8 +44,7 @@ def _fetch(caller: Caller) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
             "is a firewall between the hosts?"
         ) from error
     folders, call = pickle.loads(content)
-    # The caller may have imported from folders that are not in this rank's path.
-    sys.path += [folder for folder in folders if folder not in sys.path]
+    sys.path[:] = _joined(folders, sys.path)
     try:
         found: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(call)
     except Exception as error:
@@ -54,6 +53,16 @@ def _fetch(caller: Caller) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
             "everything it uses must be importable on all hosts"
         ) from error
     return found
+
+
+def _joined(callers: list[str], own: list[str]) -> list[str]:
+    """Return this rank's path with the caller's folders, in its order: a module is to be the same as there.
+
+    Those before the first folder that both have, such as the folder of a script, come first, the others last.
+    """
+    shared = next((place for place, folder in enumerate(callers) if folder in own), 0)
+    first = callers[:shared]
+    return [*first, *own, *(folder for folder in callers[shared:] if folder not in own)]
 
 
 def _pickled(result: object) -> bytes:

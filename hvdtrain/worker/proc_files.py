@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,13 @@ def environment_of(pid: int) -> dict[str, str]:
 def command_of(pid: int) -> list[str]:
     """Return the program and arguments of a process."""
     return os.fsdecode((folder_of(pid) / "cmdline").read_bytes()).split("\0")[:-1]
+
+
+def children_of(pid: int) -> Iterator[int]:
+    """Yield the processes that the threads of a process have started; none if it has ended."""
+    for listing in (folder_of(pid) / "task").glob("*/children"):
+        with suppress(OSError):  # The thread has ended.
+            yield from map(int, listing.read_text().split())
 
 
 def name_of(pid: int) -> str:

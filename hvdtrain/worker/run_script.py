@@ -99,8 +99,10 @@ def _run() -> None:
             False,
             f"{script}: the working folder cannot be used: {error.strerror} (on this rank's host)",
         )
-    # Python puts the working folder there, and with -P nothing.
-    sys.path[: 0 if sys.flags.safe_path else 1] = [] if main_module.is_path_safe() else [folder]
+    # Python puts the working folder there, and with -P nothing. hvdtrain's own modules run a script or a function of
+    # the user's, which imports from elsewhere.
+    unsearched = main_module.is_path_safe() or (kind == MODULE and script.startswith("hvdtrain."))
+    sys.path[: 0 if sys.flags.safe_path else 1] = [] if unsearched else [folder]
     if kind != MODULE and not Path(script).is_file():
         place = os.environ.get(START_FOLDER, folder)
         _fail(EXIT_USAGE, False, f"no such script: {script} (in {place}, on this rank's host)")

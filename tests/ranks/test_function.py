@@ -1,6 +1,7 @@
 """`hvdtrain.launch`: a function on several ranks, from a script without a guard and from a notebook."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,14 @@ def interrupted():
         os.kill(caller, signal.SIGINT)
     threading.Event().wait(60)
 
+def asked():
+    sys.exit(130)
+
+def terminated():
+    if rank() == 0:
+        os.kill(caller, signal.SIGTERM)
+    threading.Event().wait(60)
+
 def lock():
     return threading.Lock()
 
@@ -89,9 +98,11 @@ def rank_only():
 def unreadable():
     return Here() if rank() == 1 else 0
 
-for function in (fails, killed, nested, exits, lock, unreadable):
+caller, came = os.getpid(), []
+signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+for function in (fails, killed, nested, exits, asked, terminated, lock, unreadable):
     said[function.__name__] = error_of(function)
-caller = os.getpid()
+said["came"] = came
 try:
     hvdtrain.launch(interrupted)
 except KeyboardInterrupt:
@@ -100,6 +111,27 @@ said["heavy"] = sorted({"tensorflow", "keras", "horovod", "numpy"} & set(sys.mod
 said["left"] = sorted(set(glob.glob("/tmp/hvdtrain-function-*")) - before)
 said["processes"] = ranks_left()
 print(json.dumps(said))
+"""
+# In a folder that is not the working folder; what it prints goes to an object of its own.
+IMPORTS = """
+import json, pathlib, statistics, sys
+import comm
+import hvdtrain
+
+class Log:
+    def write(self, text):
+        with open("printed", "a") as file:
+            file.write(text)
+
+def imported():
+    import comm, statistics
+    print("hello")
+    return comm.__file__, statistics.__file__
+
+shown, sys.stdout, sys.stderr = sys.stdout, Log(), None
+found = hvdtrain.launch(imported)
+sys.stdout = shown
+print(json.dumps([found, list(imported()), pathlib.Path("printed").read_text()]))
 """
 CELLS = (
     "def hello(name):\n    print('hello', name)\n    return name * 2",
@@ -179,6 +211,27 @@ def test_a_result_that_cannot_be_unpickled_is_named(said: dict[str, list[object]
 
 def test_ctrl_c_ends_the_ranks(said: dict[str, list[object]]) -> None:
     assert said["interrupted"]
+
+
+def test_only_a_signal_to_the_caller_is_one_to_it(said: dict[str, list[object]]) -> None:
+    message, rank, code, *_ = said["asked"]
+    assert (rank, code) == (0, 130) and "was killed by SIGINT" in str(message)
+    message, rank, code, *_ = said["terminated"]
+    assert (rank, code) == (None, 143) and str(message).startswith("the run was ended by SIGTERM")
+    assert said["came"] == [signal.SIGTERM]
+
+
+def test_ranks_import_what_the_caller_imports(tmp_path: Path) -> None:
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app/comm.py").write_text("")
+    (tmp_path / "statistics.py").write_text("raise SystemExit('of the working folder')")
+    (tmp_path / "app/script.py").write_text(IMPORTS)
+    command = [sys.executable, "app/script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found, own, shown = json.loads(done.stdout.splitlines()[-1])
+    assert found == [own, own] and own[0] == str(tmp_path / "app/comm.py")
+    assert shown == "hello\n"
 
 
 def test_nothing_is_left_behind(said: dict[str, list[object]]) -> None:

@@ -89,6 +89,16 @@ def test_a_host_without_address_is_named() -> None:
         ({"function": threading.Lock().acquire}, "the function cannot be pickled"),
         ({"function": 3}, "3 is not a function"),
         ({"hosts": ["a"]}, r"hosts=\['a'\]\): pass a string, such as"),
+        ({"args": 5}, r"args=5\): pass a list or tuple"),
+        ({"args": "ab"}, r"args='ab'\): pass a list or tuple"),
+        ({"kwargs": [("a", 1)]}, r"kwargs=\[\('a', 1\)\]\): pass a dict with names"),
+        ({"kwargs": {1: 2}}, r"kwargs=\{1: 2\}\): pass a dict with names"),
+        ({"controller": None}, r"controller=None\): choose \"auto\", \"mpi\" or \"gloo\""),
+        ({"log_dir": b"x"}, r"log_dir=b'x'\): pass the path of a folder"),
+        ({"log_dir": "a\0b"}, r"log_dir='a\\x00b'\): pass the path of a folder"),
+        ({"hang_timeout": "x"}, r"hang_timeout='x'\): pass a number of seconds, or 0"),
+        ({"hang_timeout": -1}, r"hang_timeout=-1\): pass a number of seconds, or 0"),
+        ({"hang_timeout": float("nan")}, r"hang_timeout=nan\): pass a number of seconds"),
     ],
 )
 def test_what_cannot_work_is_one_message(options: dict[str, object], message: str) -> None:

@@ -8,14 +8,21 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.running import rank_monitor
 from hvdtrain.launch.running.processes import processes_of, signal_launch
-from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, as_json, from_json
+from hvdtrain.launch.running.rank_monitor import (
+    RankMonitor,
+    RankStatus,
+    as_json,
+    below,
+    from_json,
+)
 from hvdtrain.worker.heartbeat import (
     Heartbeat,
     beat,
@@ -141,6 +148,37 @@ def test_what_a_lookout_sees(launch_id: str, monkeypatch: pytest.MonkeyPatch) ->
         two.wait()
         assert [status.state for status in monitor.look()] == ["gone", "gone"]
         assert monitor.look()[0].phase == "training", "what it did last"
+
+
+COMPUTING_BELOW = """
+import subprocess, sys
+below = "import sys; print('up', flush=True); sys.stdin.read(1)\\nwhile True: pass"
+subprocess.run([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {below!r}])"])
+"""
+
+
+def test_a_rank_is_not_quiet_while_a_program_below_it_computes(
+    launch_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_monitor, "ALONE_SECONDS", 0.0)
+    monitor = RankMonitor(launch_id)
+
+    def wait(is_so: Callable[[float], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not is_so(monitor.look()[0].quiet):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    with start(launch_id, 0, COMPUTING_BELOW, stdin=subprocess.PIPE) as rank:
+        assert rank.stdin is not None
+        try:
+            wait(lambda quiet: quiet > 1.0)
+            rank.stdin.write(b"x")
+            rank.stdin.flush()
+            wait(lambda quiet: quiet < 0.5)
+        finally:
+            for pid in [*below(rank.pid), rank.pid]:
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_worker_of_an_elastic_job_has_the_number_that_it_has_now(launch_id: str) -> None:

@@ -38,6 +38,8 @@ WELL = [rank(0), rank(1)]
         [rank(0, "init", waiting=True, idle=301), rank(1, "starting", quiet=299)],
         [rank(0, "init", waiting=True, idle=899), rank(1, "starting", quiet=1)],
         [rank(0, "script", waiting=True, detail="join", idle=9999), rank(1, "script", quiet=9999)],
+        [rank(0, "starting", quiet=899), rank(1, "starting", quiet=9999)],
+        [rank(0, "script", quiet=9999, allowed=9999), rank(1, "script", quiet=9999)],
         [rank(0, idle=1799), rank(1, idle=5000)],
         [rank(0, idle=1900, allowed=200.0), rank(1, idle=5000)],
     ],
@@ -109,6 +111,14 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             [rank(0, "ended", quiet=901), rank(1, "ended", state="gone", held=1000)],
             "all workers finished, but the run did not end within 900 s\n  rank 0: in shutdown\n  rank 1: in "
             "shutdown, gone",
+        ),
+        (
+            [rank(0, "starting", quiet=900), rank(1, "script", quiet=901)],
+            "no worker has computed for 900 s\n  rank 0: in start-up\n  rank 1: in the script",
+        ),
+        (
+            [rank(0, "ended", quiet=1), rank(1, "script", quiet=901)],
+            "no worker has computed for 900 s\n  rank 0: in shutdown\n  rank 1: in the script",
         ),
         (
             [rank(0, idle=1800), rank(1, "input", idle=1801, step=6)],

@@ -28,13 +28,20 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 
-def bytes_of(stream: TextIO) -> BinaryIO:
-    """Return a binary writer for a stream. A notebook's output is not a file, and gets the bytes as text.
+def bytes_of(stream: TextIO | None) -> BinaryIO:
+    """Return a binary writer for a stream. One that is not a file, as a notebook's, gets the bytes as text.
 
     For a file, the writer is not the stream's buffer: after a failed write, Python would flush that again at exit.
+
+    Args:
+        stream: Standard output or error: None in a process that was started without, and any object with `write` if a
+            script has replaced it.
     """
+    if stream is None or getattr(stream, "closed", False):
+        return Path(os.devnull).open("wb", buffering=0)
     if isinstance(stream, io.TextIOWrapper):
-        return open(stream.fileno(), "wb", buffering=0, closefd=False)
+        with contextlib.suppress(io.UnsupportedOperation):  # In memory, as in tests.
+            return open(stream.fileno(), "wb", buffering=0, closefd=False)
     return cast(BinaryIO, _AsText(stream))
 
 
@@ -48,7 +55,8 @@ class _AsText(io.RawIOBase):
     def write(self, data: Buffer, /) -> int:
         content = bytes(data)
         self._stream.write(self._decoder.decode(content))
-        self._stream.flush()
+        if flush := getattr(self._stream, "flush", None):
+            flush()
         return len(content)
 
 

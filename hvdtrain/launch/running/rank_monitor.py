@@ -22,6 +22,7 @@ from hvdtrain.worker.output_frames import HELPER
 from hvdtrain.worker.proc_files import (
     ProcessState,
     all_processes,
+    children_of,
     environment_of,
     folder_of,
     name_of,
@@ -42,6 +43,8 @@ LAST_SEARCHES_SECONDS = 10.0
 """Bounds of the interval between searches of all processes while ranks of this host are missing; it grows over time."""
 BUSY_TICKS = 5
 """Clock ticks (usually 10 ms each) of CPU time that count as work; occasional wake-ups take fewer."""
+ALONE_SECONDS = 30.0
+"""Seconds without CPU time of its own after which the processes below a rank are looked at."""
 _NO_PROGRAM = "0"
 """Stack address reported for a process that has ended or may not be inspected."""
 _MPI_DAEMONS = {"orted", "prted"}
@@ -118,7 +121,7 @@ class RankStatus:
         idle: Seconds since its heartbeat made progress.
         heartbeat: Last heartbeat; None for a program that is not a Python script.
         host: Name of the host as given by the user; empty for the launcher's own.
-        quiet: Seconds since the process used the CPU.
+        quiet: Seconds since the process, or one below it, used the CPU.
         ending: Whether the script is running its handler for a signal that ends the run.
         size: Number of ranks in the job, as set by the launcher.
         slot: Position among the ranks of the host in an elastic job, where rank numbers change; otherwise empty.
@@ -178,6 +181,7 @@ class _Seen:
     status: RankStatus
     state_since: float
     ticks: int = 0
+    ticks_below: int = 0
     busy_at: float = 0.0
 
     @property
@@ -189,6 +193,13 @@ class _Seen:
         if page is None:
             return False
         return self.page is None or (not self.is_there and page.inode != self.page.inode)
+
+
+def below(pid: int) -> Iterator[int]:
+    """Yield the processes that a process has started, and those that these have started."""
+    for child in children_of(pid):
+        yield child
+        yield from below(child)
 
 
 @dataclass
@@ -284,6 +295,10 @@ class RankMonitor:
             seen.program, seen.page, heartbeat = program, None, None
         if ticks - seen.ticks >= BUSY_TICKS:
             seen.ticks, seen.busy_at = ticks, now
+        if now - seen.busy_at >= ALONE_SECONDS:  # It may wait for a program that it has started.
+            ticks = sum(map(_ticks_of, below(seen.pid)))
+            if abs(ticks - seen.ticks_below) >= BUSY_TICKS:
+                seen.ticks_below, seen.busy_at = ticks, now
         state = _STATES.get(letter, "running") if born == seen.born else "gone"
         if state != seen.status.state:
             seen.state_since = now
@@ -310,3 +325,10 @@ def _fields_of(pid: int) -> tuple[str, str, str, int]:
     """
     state, *rest = stat_of(pid)
     return state, rest[18], rest[24], int(rest[10]) + int(rest[11])
+
+
+def _ticks_of(pid: int) -> int:
+    try:
+        return _fields_of(pid)[-1]
+    except OSError:
+        return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -98,7 +99,7 @@ def run_launch(
     environ: Mapping[str, str] | None = None,
     elastic: bool = False,
     process_names: ProcessNames = RANKS,
-    on_outcome: Callable[[Outcome, Path], None] | None = None,
+    on_outcome: Callable[[Outcome, Path, signal.Signals | None], None] | None = None,
 ) -> int:
     """Run a launch command; show, save and interpret its output.
 
@@ -109,7 +110,8 @@ def run_launch(
         environ: Environment of the command. None uses that of this process.
         elastic: Whether the other ranks continue when one fails, so that the run may still succeed.
         process_names: Names of the processes.
-        on_outcome: Function called with the outcome and the log folder. If given, the user gets no message.
+        on_outcome: Function called with the outcome, the log folder, and the signal that the user sent. If given, the
+            user gets no message.
 
     Returns:
         The exit code for the user.
@@ -157,7 +159,7 @@ def _run_once(
     environ: Mapping[str, str],
     elastic: bool,
     process_names: ProcessNames,
-    on_outcome: Callable[[Outcome, Path], None] | None,
+    on_outcome: Callable[[Outcome, Path, signal.Signals | None], None] | None,
 ) -> tuple[int, str]:
     """Run the command once. Returns the exit code and a description of the progress, empty if there was none."""
     log_dir = make_log_dir(view.log_dir)
@@ -214,7 +216,7 @@ def _run_once(
             started=bool(run.watchdog.statuses),
         )
         if on_outcome is not None:
-            on_outcome(outcome, log_dir)
+            on_outcome(outcome, log_dir, ending.received)
         elif outcome.message:
             output.say(outcome.message)
     return outcome.exit_code, run.watchdog.progress()
@@ -312,8 +314,15 @@ class _ShownRun:
 
 
 def _terminals() -> tuple[int, ...]:
-    """Return the descriptors of this process's standard output and error that are terminals."""
-    return tuple(n for n, stream in ((1, sys.stdout), (2, sys.stderr)) if stream.isatty())
+    """Return the descriptors of this process's standard output and error that are terminals.
+
+    A script may have replaced them by objects of its own, which print to the terminal or not.
+    """
+    return tuple(n for n, stream in ((1, sys.stdout), (2, sys.stderr)) if _is_terminal(stream))
+
+
+def _is_terminal(stream: object) -> bool:
+    return isinstance(stream, io.TextIOBase) and not stream.closed and stream.isatty()
 
 
 def _window(terminals: Sequence[int]) -> dict[str, str]:
