@@ -250,7 +250,7 @@ def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         clock = event.get("time") if isinstance(event, dict) else None
-        if isinstance(clock, int | float) and 0 <= clock < _LATEST:
+        if isinstance(clock, int | float) and abs(clock) < _LATEST:
             yield event
 
 
