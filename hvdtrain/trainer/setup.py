@@ -91,6 +91,13 @@ def compile_model(
     Raises:
         UsageError: If these arguments do not fit the model or the strategy.
     """
+    own = overridden(model, "make_train_function", "make_test_function", "make_predict_function")
+    if own is not None:
+        raise UsageError(
+            f"{type(model).__name__} overrides {own}, which a Trainer does not call: override "
+            f"{own.replace('make_', '').replace('function', 'step')} instead, or train with "
+            "hvdtrain.keras and model.fit"
+        )
     prepare_saving()
     run_eagerly = run_eagerly or model.run_eagerly
     if overridden(model, "compile"):

@@ -221,11 +221,25 @@ def test_a_compile_of_ones_own_and_rates() -> None:
             lambda: hvdtrain.Trainer(compiled(Stepping), global_batch_size=8, shard_optimizer=True),
             "several optimizers",
         ),
+        (
+            lambda: hvdtrain.Trainer(compiled(TwoSteps), global_batch_size=8),
+            "TwoSteps overrides make_train_function, .* override train_step instead",
+        ),
     ],
 )
 def test_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
+
+
+class TwoSteps(keras.Sequential):
+    """Takes two steps for each batch."""
+
+    def make_train_function(self, force: bool = False) -> Any:
+        super().make_train_function(force)
+        one = self.train_function
+        self.train_function = lambda batches: [one(batches), one(batches)][1]
+        return self.train_function
 
 
 def remembering(batch: int) -> Callable[[], keras.Model]:
@@ -236,7 +250,7 @@ def remembering(batch: int) -> Callable[[], keras.Model]:
 
 def test_a_model_of_a_strategys_scope_is_refused() -> None:
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
-        model = compiled(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+        model = compiled(lambda: keras.Sequential([keras.Input((4,)), layers.Dense(1)]))()
     with pytest.raises(UsageError, match=r"scope of a tf\.distribute strategy.* outside of"):
         hvdtrain.Trainer(model, global_batch_size=8)
 
