@@ -30,7 +30,7 @@ TOLD = {
     "effects": "which may change more than variables",
 }
 ROUNDING = 1e-5
-"""Relative: what the order of sums makes of 27 steps."""
+"""Relative: what the order of sums makes of 24 to 27 steps."""
 
 
 @pytest.fixture(scope="module")
