@@ -99,7 +99,8 @@ def save(
     there = list(folder.iterdir())
     for left in there:
         if left.name.startswith(UNFINISHED):
-            disk.remove(left)
+            with suppress(OSError):  # Such as a folder; nothing reads it.
+                disk.remove(left)
     parts = encoded_parts({"format": FORMAT, **vars(checkpoint)})
     try:
         disk.write(temporary, [_checksum(parts), *parts])
