@@ -253,3 +253,9 @@ def test_a_new_one_outlives_a_damaged_one_of_a_later_step(tmp_path: Path) -> Non
     save(tmp_path, 5, state(5.0), keep=1)
     assert_same(newest(tmp_path), 5.0)
     assert [path.name for path in numbered(tmp_path)] == ["step-000000005"]
+
+
+def test_a_leftover_that_cannot_be_removed_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-000000001").mkdir()
+    save(tmp_path, 2, state(2.0))
+    assert_same(newest(tmp_path), 2.0)
