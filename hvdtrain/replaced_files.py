@@ -5,6 +5,7 @@ A process that is killed meanwhile keeps the old file.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,16 +19,17 @@ from hvdtrain.rank_variables import rank_of
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file to write, which then replaces `path`; remove it if writing fails.
 
-    A symbolic link is kept, and points to the new file. What is no plain file, such as a device, and a file in a folder
-    that takes no other, is written in place. Ranks that write the same file, by a mistake in the script, have a
-    temporary one each.
+    A symbolic link is kept, and points to the new file. What is no plain file, such as a device, is written in place.
+    Ranks that write the same file, by a mistake in the script, have a temporary one each.
 
     Raises:
         OSError: The file cannot be written, and the old one is still there.
     """
-    path = path.resolve()
-    is_plain = path.is_file() or not path.exists()
-    if not (is_plain and os.access(path.parent, os.W_OK)):
+    try:
+        path = path.resolve()
+    except RuntimeError as error:  # Up to Python 3.12.
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+    if path.exists() and not path.is_file():
         yield path
         return
     temporary = beside(path, rank_of(os.environ))

@@ -56,24 +56,28 @@ class StepArguments:
         each = self.examples // rank.size
         return self._with_batch(lambda leaf: leaf[rank.rank * each : (rank.rank + 1) * each])
 
-    def varied(self) -> StepArguments:
-        """Return the arguments with other labels and padding in some examples; see `trial.varied`."""
-
-        def other(leaf: Any) -> Any:
-            found = varied(tf.convert_to_tensor(leaf))
-            return leaf if found is None else found
-
-        args, kwargs = self._with_batch(other)
+    def varied(self) -> StepArguments | None:
+        """Return the arguments with other labels and padding in some examples, as `trial.varied` does."""
+        found = {
+            id(leaf): varied(tf.convert_to_tensor(leaf))
+            for leaf in self.leaves
+            if self._is_of_batch(leaf)
+        }
+        if all(one is None for one in found.values()):
+            return None
+        args, kwargs = self._with_batch(
+            lambda leaf: leaf if found[id(leaf)] is None else found[id(leaf)]
+        )
         return StepArguments.of(args, kwargs)
 
     def _with_batch(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with each array changed that has as many rows as the batch."""
-        found = [
-            change(leaf) if _is_array(leaf) and leaf.shape[:1] == (self.examples,) else leaf
-            for leaf in self.leaves
-        ]
+        found = [change(leaf) if self._is_of_batch(leaf) else leaf for leaf in self.leaves]
         args, kwargs = tf.nest.pack_sequence_as(self.structure, found)
         return args, kwargs
+
+    def _is_of_batch(self, leaf: Any) -> bool:
+        return _is_array(leaf) and leaf.shape[:1] == (self.examples,)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -20,7 +20,7 @@ from hvdtrain.data.tf_data_graph import DRAWING, nodes_of
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.data_dependence import bodies_of
 
-_OPS = {"mean": Average, "sum": Sum}
+OPS = {"mean": Average, "sum": Sum}
 _KNOWN_STATE = (
     "Read",
     "Assign",
@@ -91,7 +91,7 @@ def traced(
         def run(*args: Any, **kwargs: Any) -> Any:
             reducer = None
             if reduction:
-                options = Reduction(name="adopted_step", op=_OPS[reduction])
+                options = Reduction(name="adopted_step", op=OPS[reduction])
                 reducer = GradientReducer(options, variables_name)
             tracing = Tracing(reducer)
             with context(tracing):
@@ -205,7 +205,7 @@ def _over_ranks(parts: Mapping[Any, tf.Tensor], rules: Mapping[Any, str]) -> dic
             groups.setdefault((rules[key], value.dtype), []).append(key)
     for (rule, dtype), keys in groups.items():
         name = f"hvdtrain_adopted_{rule}_{dtype.name}"
-        values = ALL_RANKS.grouped_allreduce([parts[key] for key in keys], name, _OPS[rule])
+        values = ALL_RANKS.grouped_allreduce([parts[key] for key in keys], name, OPS[rule])
         found |= dict(zip(keys, values, strict=True))
     return found
 

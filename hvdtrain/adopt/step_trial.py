@@ -14,6 +14,7 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from hvdtrain.adopt.step_arguments import StepArguments
 from hvdtrain.adopt.step_rules import chosen, output_rules, same_gradients, state_rules
 from hvdtrain.adopt.step_trace import (
+    OPS,
     Tracing,
     captured,
     leaves_of,
@@ -87,8 +88,8 @@ class StepTrial:
             whole = leaves_of(result)
             gradients = self._gradients(arguments, before, after, whole)
             found = self._on_share(before, gradients, arguments.share(rank))
-            if not self._rules:
-                self._try_others(before, arguments.varied(), rank)
+            if not self._rules and (others := arguments.varied()) is not None:
+                self._try_others(before, others, rank)
             self._learn(before, after, whole, found)
         except (UsageError, tf.errors.OpError) as error:
             self.refuse(error)
@@ -145,17 +146,22 @@ class StepTrial:
         Raises:
             UsageError: Those of the shares do not add up.
         """
-        self._put(before)
-        args, kwargs = others.structure
-        try:
-            whole = leaves_of(self._whole(*args, **kwargs)[1])
-        except tf.errors.OpError:  # On all ranks: the step does not take them.
+        # Without collectives: the step may not take them, and fail on one rank only.
+        found: list[list[np.ndarray]] = []
+        with contextlib.suppress(tf.errors.OpError):
+            for args, kwargs in (others.structure, others.share(rank)):
+                self._put(before)
+                found.append(leaves_of(self._whole(*args, **kwargs)[1]))
+        finite = len(found) == 2 and all(np.isfinite(one).all() for one in found[0])
+        if not all(ALL_RANKS.exchange(finite, "adopted_others")):
             return
-        self._put(before)
-        args, kwargs = others.share(rank)
-        found = leaves_of(self._share(*args, **kwargs)[1])
-        known = all(np.isfinite(one).all() for one in whole)
-        if not all(ALL_RANKS.exchange(not known or same_gradients(whole, found), "adopted_others")):
+        whole, own = found
+        reduce = OPS[self._reduction]
+        shares = [
+            ALL_RANKS.allreduce(one, f"adopted_other_{n}", reduce) for n, one in enumerate(own)
+        ]
+        # The same on all ranks, as both are.
+        if not same_gradients(whole, leaves_of(shares)):
             raise UsageError(f"{_NO_SUM}, once labels or padding vary")
 
     def _learn(

@@ -43,11 +43,11 @@ def _save(
 
 
 def _local_file(filepath: Any) -> Path | None:
-    """Return the file to write; None if it is no local .keras or .h5 file."""
+    """Return the file to write; None if it is no local .keras or .h5 file, or its folder takes no other one."""
     if not isinstance(filepath, str | os.PathLike) or file_utils.is_remote_path(str(filepath)):
         return None
     path = Path(filepath).resolve()  # The type is derived from the name of the file itself.
-    return path if path.suffix in _SUFFIXES else None
+    return path if path.suffix in _SUFFIXES and os.access(path.parent, os.W_OK) else None
 
 
 def _save_backup(original: Callable[..., Any], self: Any) -> None:

@@ -71,9 +71,11 @@ def command_of(pid: int) -> list[str]:
 
 def children_of(pid: int) -> Iterator[int]:
     """Yield the processes that the threads of a process have started; none if it has ended."""
-    for listing in (folder_of(pid) / "task").glob("*/children"):
-        with suppress(OSError):  # The thread has ended.
-            yield from map(int, listing.read_text().split())
+    folder = folder_of(pid) / "task"
+    with suppress(OSError):
+        for thread in folder.iterdir():
+            with suppress(OSError):  # It has ended.
+                yield from map(int, (thread / "children").read_text().split())
 
 
 def name_of(pid: int) -> str:

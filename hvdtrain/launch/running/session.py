@@ -216,7 +216,7 @@ def _run_once(
             started=bool(run.watchdog.statuses),
         )
         if on_outcome is not None:
-            on_outcome(outcome, log_dir, ending.received)
+            on_outcome(outcome, log_dir, None if output.unread else ending.received)
         elif outcome.message:
             output.say(outcome.message)
     return outcome.exit_code, run.watchdog.progress()
