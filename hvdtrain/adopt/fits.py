@@ -256,6 +256,11 @@ class AdoptedFits:
         held_out = given["validation_data"]
         if given["validation_split"] and held_out is None:
             train, held_out = split_arrays(*train, given["validation_split"])
+        steps, at_once = given["steps_per_epoch"], model.steps_per_execution
+        if steps and steps % at_once:
+            raise UsageError(
+                f"Keras takes {at_once} steps at once (steps_per_execution), and so more than steps_per_epoch, {steps}"
+            )
         own, data = batch_examples(train[0], given["batch_size"], given["steps_per_epoch"])
         size = self._growth.examples(own, self._rank.size)
         if is_generator(data):

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -24,7 +25,7 @@ from hvdtrain.adopt.notes import Tell
 from hvdtrain.adopt.same_way import SameWay
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.first_rank import first_rank_first
-from hvdtrain.data.tf_data_graph import DRAWING, operations_of
+from hvdtrain.data.tf_data_graph import COUNTING, operations_of
 from hvdtrain.keras_internals.corrections import replaced
 
 _PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
@@ -120,22 +121,23 @@ def late_settings_left_out(tell: Tell) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mirrored_by_workers(tell: Tell) -> Iterator[None]:
-    """In this block, a MirroredStrategy of one replica is TensorFlow's default strategy, which changes nothing.
+    """In this block, a MirroredStrategy is TensorFlow's default strategy, which changes nothing.
+
+    Not in a worker that has several GPUs.
 
     Args:
         tell: Told of each.
     """
+    original = tf.distribute.MirroredStrategy
 
-    def made(
-        original: Callable[..., Any], kind: Any, devices: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        of_worker = tf.config.list_logical_devices("GPU") if devices is None else devices
-        if len(of_worker) > 1:
-            return original(kind)
-        tell("MirroredStrategy", "the workers take the place of its replicas: it has one")
-        return tf.distribute.get_strategy()
+    class Mirrored(original):  # type: ignore[misc, valid-type]
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(tf.config.list_logical_devices("GPU")) > 1:
+                return original(*args, **kwargs)
+            tell("MirroredStrategy", "the workers take the place of its replicas: it has one")
+            return tf.distribute.get_strategy()
 
-    with replaced(tf.distribute.MirroredStrategy, "__new__", made):
+    with mock.patch.object(tf.distribute, "MirroredStrategy", Mirrored):
         yield
 
 
@@ -202,4 +204,4 @@ def _built_in(error: Exception) -> type:
 
 
 def _draws(dataset: Any) -> bool:
-    return any(node.op in DRAWING | _PYTHON for node in operations_of(dataset))
+    return any(node.op in COUNTING | _PYTHON for node in operations_of(dataset))

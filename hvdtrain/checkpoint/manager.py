@@ -191,6 +191,10 @@ class CheckpointManager:
     def _read(self) -> dict[str, Any] | None:
         self._found = newest(self._folder)
         if self._found is not None:
+            if "step" not in self._found.facts:
+                raise UsageError(
+                    f"the checkpoints in {str(self._folder)!r} are those of a Trainer: choose another folder"
+                )
             return {"step": self._found.facts["step"], **self._found.ranks[0]["position"]}
         if numbered(self._folder):
             raise UsageError(

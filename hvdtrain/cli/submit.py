@@ -17,14 +17,20 @@ from hvdtrain.cli.forwarded_options import RunPart, ThroughRun
 from hvdtrain.cli.hidden_values import conceal_secrets, without_values
 from hvdtrain.cli.launch_options import PATH
 from hvdtrain.environment import EXIT_INTERRUPTED
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import check_given, check_image, check_servers
 from hvdtrain.launch.rank_program import program_given
 from hvdtrain.launch.secrets import variable_to_pass
-from hvdtrain.launch.slurm.job_queue import SCRIPTS, JobRefused, follow_job, sbatch_argv, submit_job
+from hvdtrain.launch.slurm.job_queue import (
+    SCRIPTS,
+    SlurmUnreachable,
+    follow_job,
+    sbatch_argv,
+    submit_job,
+)
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning, secret_words
 from hvdtrain.strategy_names import HOROVOD, choose_strategy
 
@@ -113,9 +119,9 @@ def submit(
     os.environ.update(secret_words(request.command))  # The job inherits this environment.
     try:
         job_id = submit_job(path)
-    except HvdtrainError as error:
-        # A rejected script may be looked at; nobody asked for the others.
-        if script_file is None and not isinstance(error, JobRefused):
+    except (UsageError, SlurmUnreachable):
+        # Slurm has not seen it, so there is nothing to look at.
+        if script_file is None:
             path.unlink()
         raise
     click.echo(job_id)

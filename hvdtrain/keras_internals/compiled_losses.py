@@ -14,8 +14,6 @@ from keras.src import backend
 from keras.src.backend import get_keras_mask
 from keras.src.losses.loss import apply_mask
 
-from hvdtrain.keras_internals.models import overridden
-
 
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     """Return the Loss objects of a compiled and built model, each once."""
@@ -32,12 +30,6 @@ def own_losses(model: keras.Model) -> list[str]:
         return all(str(one.__module__).startswith("keras.") for one in made_of)
 
     return [loss.name for loss in compiled_losses(model) if not is_keras(loss)]
-
-
-def has_loss_of_users(model: keras.Model) -> bool:
-    """Whether the loss of a compiled model is computed by code that is not Keras's."""
-    own_method = overridden(model, "train_step", "compute_loss") is not None
-    return own_method or bool(own_losses(model))
 
 
 def mask_in_loss(y_pred: Any, own_mask: Any) -> Any:

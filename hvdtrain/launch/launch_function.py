@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE, HANG_SECONDS
 from hvdtrain.errors import LaunchError, UsageError
@@ -22,7 +23,7 @@ from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.installed_horovod import choose_controller, installed_controllers
 from hvdtrain.launch.launch_command import check_started_once, this_site
 from hvdtrain.launch.launchers import find_launcher
-from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.plan import Controller, LaunchPlan
 from hvdtrain.launch.rank_program import Program
 from hvdtrain.launch.running.function_server import FunctionServer
 from hvdtrain.launch.running.outcome import Outcome
@@ -73,20 +74,19 @@ def launch(
         raise UsageError(
             "hvdtrain.launch must be called from the main thread, which receives Ctrl-C"
         )
-    _require("np", np, type(np) is int and np >= 1, "the number of workers must be at least 1")
-    _require("args", args, isinstance(args, (list, tuple)), "pass a list or tuple")
-    named = kwargs is None or (
-        isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
-    )
-    _require("kwargs", kwargs, named, "pass a dict with names as its keys")
-    text = hosts is None or isinstance(hosts, str)
-    _require("hosts", hosts, text, "pass a string, such as 'node1:4,node2:4'")
-    known = controller in ("auto", "mpi", "gloo")
-    _require("controller", controller, known, 'choose "auto", "mpi" or "gloo"')
-    path = log_dir is None or isinstance(log_dir, (str, Path))
-    _require("log_dir", log_dir, path and "\0" not in str(log_dir), "pass the path of a folder")
-    number = isinstance(hang_timeout, (int, float)) and 0 <= hang_timeout < inf
-    _require("hang_timeout", hang_timeout, number, "pass a number of seconds, or 0 for no limit")
+    _require("np", np, type(np) is int and np >= 1, "pass a whole number, at least 1")
+    is_sequence = isinstance(args, Sequence) and not isinstance(args, (str, bytes))
+    _require("args", args, is_sequence, "pass a list or tuple")
+    _require("kwargs", kwargs, isinstance(kwargs, Mapping | None), "pass a dict")
+    for name in kwargs or {}:
+        _require("kwargs", name, isinstance(name, str), "its keys are names")
+    _require("hosts", hosts, isinstance(hosts, str | None), "pass a string: 'node1:4,node2:4'")
+    known = ("auto", *get_args(Controller))
+    _require("controller", controller, controller in known, f"choose one of {', '.join(known)}")
+    is_path = isinstance(log_dir, str | Path | None) and "\0" not in str(log_dir)
+    _require("log_dir", log_dir, is_path, "pass the path of a folder")
+    is_limit = isinstance(hang_timeout, Real) and 0 <= hang_timeout < inf
+    _require("hang_timeout", hang_timeout, is_limit, "pass a number of seconds, or 0 for no limit")
     site = this_site()
     places = parse_hosts(hosts) if hosts else ()
     plan = LaunchPlan(
@@ -169,15 +169,15 @@ def _can_pickle(thing: object) -> bool:
 
 
 def _pass_on(received: signal.Signals, log_dir: Path) -> None:
-    """Do with a signal that ended the run what this process would have done without it.
+    """Let this process, too, receive a signal that has ended the run.
 
     Raises:
         KeyboardInterrupt: It was SIGINT.
-        LaunchError: The process goes on.
+        LaunchError: A handler of the caller's lets the process go on.
     """
+    signal.raise_signal(received)
     if received == signal.SIGINT:
         raise KeyboardInterrupt
-    signal.raise_signal(received)
     message = f"the run was ended by {received.name}\nlogs of all workers: {log_dir}"
     raise LaunchError(message, None, EXIT_SIGNAL_BASE + received, "", log_dir)
 

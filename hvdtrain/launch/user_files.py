@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -53,8 +54,9 @@ def check_script(script: Path) -> None:
     if not script.is_file():
         raise UsageError(f"no such script: {script} (in {Path.cwd()}){_meant(script)}")
     if script.suffix == ".ipynb":
+        quoted = shlex.quote(str(script))
         raise UsageError(
-            f"{script} is a notebook: convert it to a script (jupyter nbconvert --to script {script}), or call "
+            f"{script} is a notebook: convert it to a script (jupyter nbconvert --to script {quoted}), or call "
             "hvdtrain.launch in it"
         )
     try:

@@ -12,7 +12,9 @@ from typing import Any
 
 import keras
 
+from hvdtrain.keras_internals.compiled_losses import own_losses
 from hvdtrain.keras_internals.graph import Call, calls_of, functional_of
+from hvdtrain.keras_internals.models import overridden
 
 KNOWN = ("keras.", "hvdtrain.")
 """Packages whose layers treat each example independently, except those named below."""
@@ -32,6 +34,13 @@ def has_generator(layer: Any) -> bool:
     return type(layer).__module__.startswith("keras.") and any(
         isinstance(one, keras.random.SeedGenerator) for one in generators
     )
+
+
+def is_all_of_keras(model: keras.Model) -> bool:
+    """Return whether no code of the user's computes the loss of a compiled model: no step, layer or loss."""
+    if overridden(model, "train_step", "compute_loss") or own_losses(model):
+        return False
+    return not any(map(_is_own, model._flatten_layers(include_self=False)))
 
 
 def warning_by_nature(model: keras.Model) -> str | None:

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step_context import Step, in_step
-from hvdtrain.keras_internals.compiled_losses import has_loss_of_users, outputs_read_as_rows
+from hvdtrain.keras_internals.compiled_losses import outputs_read_as_rows
 from hvdtrain.keras_internals.metric_calls import counted_metrics, metrics_of
 from hvdtrain.keras_internals.models import (
     gradients_of_all_taken,
@@ -38,6 +38,7 @@ from hvdtrain.keras_internals.variables import (
     variable_name,
     without,
 )
+from hvdtrain.strategies.batch_dependence import is_all_of_keras
 from hvdtrain.strategies.stateful_updates import Kinds, kinds_of_growth
 from hvdtrain.strategies.trial import (
     in_one_line,
@@ -86,7 +87,7 @@ class Verdict:
             mean, and by another rule.
         counted: Indices in `counts_of` of the variables that grow by the sum over the parts.
         why_not: Reason why the step could not be judged.
-        varied: Whether they add up until labels or padding vary; see `trial.varied`.
+        varied: Whether the gradients add up, but not those of other labels and padding; see `trial.varied`.
     """
 
     as_mean: bool | None = None
@@ -209,9 +210,9 @@ def _verdict_of_one_trial(model: keras.Model, data: Any, step: Step) -> tuple[Ve
 def _with_others(verdict: Verdict, model: keras.Model, data: Any, step: Step) -> Verdict:
     """Return the verdict of `data` and of examples with other labels and padding.
 
-    Keras's own losses need no second trial: they are known to be exact with any.
+    Keras's own code needs no second trial: it is known to be exact with any.
     """
-    other = varied(data) if has_loss_of_users(model) else None
+    other = None if is_all_of_keras(model) else varied(data)
     if other is None:
         return verdict
     again, _ = _verdict(model, other, step)
@@ -222,7 +223,7 @@ def _with_others(verdict: Verdict, model: keras.Model, data: Any, step: Step) ->
         as_mean=again.as_mean and verdict.as_mean is not False,
         as_sum=again.as_sum and (verdict.as_sum or verdict.as_mean is None),
         once=verdict.once,
-        varied=True,
+        varied=bool(verdict.as_mean and not again.as_mean),
     )
 
 

@@ -60,7 +60,9 @@ class Steps:
 def in_order(count: int, run: Callable[[Any], Any]) -> Any:
     """Call `run` with 0, 1, ... below `count`, one after the other in a graph too, and return the last result."""
     if tf.executing_eagerly():
-        return [run(number) for number in range(count)][-1]
+        for number in range(count):
+            result = run(number)
+        return result
     # Sequentially: two collectives in flight must not have the same name.
     _, result = tf.while_loop(
         lambda number, _: number < count,

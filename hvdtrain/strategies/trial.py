@@ -72,7 +72,7 @@ def varied(data: Any) -> Any:
 
     In a few examples a rare label, or padding, may be missing, and a weight that is counted in the batch looks like a
     constant. The last half of the numbers of an example become 0, and 1 where they were 0. Floats without
-    fractions are integers, too.
+    fractions are integers, too. A single row stays as it is.
     """
     leaves = tf.nest.flatten(data)
     found = [_other_integers(leaf) for leaf in leaves]
@@ -83,10 +83,11 @@ def varied(data: Any) -> Any:
 
 def _other_integers(leaf: Any) -> Any:
     values = np.array(leaf)
-    if values.dtype.kind not in "biuf" or not values.size or (values != np.floor(values)).any():
+    has_rows = values.ndim > 0 and len(values) > 1
+    if not has_rows or values.dtype.kind not in "biuf" or (values != np.floor(values)).any():
         return leaf
     rows = values.reshape(len(values), -1)
-    # Uneven numbers of examples in the parts, and a positive one in each.
+    # Another number of them in each of two parts.
     some = [0, 1, -1] if len(rows) > 4 else slice(len(rows) // 2)
     second_half = slice(rows.shape[1] // 2, None)
     rows[some, second_half] = rows[some, second_half] == 0

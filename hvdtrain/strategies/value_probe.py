@@ -15,10 +15,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step_context import Step, in_step
-from hvdtrain.keras_internals.compiled_losses import has_loss_of_users
 from hvdtrain.keras_internals.metric_calls import counted_metrics
 from hvdtrain.keras_internals.models import gradients_of_all_taken, numbers_kept
 from hvdtrain.keras_internals.variables import tf_variable, values_kept
+from hvdtrain.strategies.batch_dependence import is_all_of_keras
 from hvdtrain.strategies.trial import (
     Result,
     in_parts,
@@ -45,7 +45,7 @@ def kind_of_loss(model: keras.Model, data: Any, step: Step) -> str:
         with in_step(own):
             return float(model._compute_loss(x, y, model(x, training=False), weights, False))
 
-    other = varied(data) if has_loss_of_users(model) else None
+    other = None if is_all_of_keras(model) else varied(data)
     kinds = {_kind(model, one, step, loss_of) for one in (data, other) if one is not None} - {""}
     return "other" if len(kinds) > 1 else "".join(kinds)
 

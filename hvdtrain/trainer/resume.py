@@ -178,6 +178,10 @@ class FitCheckpoints:
                 )
             return None
         before, now = self._found.facts, self._facts
+        if "run" not in before:
+            raise UsageError(
+                f"run_dir {path!r}: the checkpoints there are those of a CheckpointManager: choose another run_dir"
+            )
         refuse_changes(before["run"], now["run"], path)
         alike = before["ranks"] == now["ranks"]
         if alike:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import sysconfig
 from multiprocessing import AuthenticationError
 from typing import Any
 
@@ -56,13 +57,12 @@ def _fetch(caller: Caller) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def _joined(callers: list[str], own: list[str]) -> list[str]:
-    """Return this rank's path with the caller's folders, in its order: a module is to be the same as there.
+    """Return the caller's path, then what else is in this rank's: a module is to be the same as there.
 
-    Those before the first folder that both have, such as the folder of a script, come first, the others last.
+    The other way round if the caller's Python is not this one: another host may have it elsewhere.
     """
-    shared = next((place for place, folder in enumerate(callers) if folder in own), 0)
-    first = callers[:shared]
-    return [*first, *own, *(folder for folder in callers[shared:] if folder not in own)]
+    first, last = (callers, own) if sysconfig.get_path("stdlib") in callers else (own, callers)
+    return [*first, *(folder for folder in last if folder not in first)]
 
 
 def _pickled(result: object) -> bytes:

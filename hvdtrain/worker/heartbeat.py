@@ -43,8 +43,6 @@ stopping: after Ctrl-C, which the script may catch; ended: after the end of the 
 WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving", "callbacks"}
 """Phases in which the heartbeat must continue. A script's own loop may have none."""
 
-WITHOUT_BEATS = {"starting", "script"}
-"""Phases in which the script's own code runs, from which nothing is heard."""
 INIT = "hvdtrain.init()"
 _WORDS: dict[Phase, str] = {
     "starting": "start-up",

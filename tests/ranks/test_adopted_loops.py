@@ -20,6 +20,7 @@ TOLD = {
     "embedding": SHARED,
     "alike_at_first": SHARED,
     "mean_of_some": NO_SUM,
+    "asserted": SHARED,
     "padded_later": f"{NO_SUM}, once labels or padding vary",
     "batch_normalization": NO_SUM,
     "dropout": "it draws random numbers",

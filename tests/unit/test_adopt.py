@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hvdtrain.adopt.keras_order import KerasItems, ScriptsSeed, in_keras_order
 from hvdtrain.adopt.replayed import Replayed
 from hvdtrain.adopt.script_calls import (
     late_settings_left_out,
+    mirrored_by_workers,
     random_maps_in_order,
     same_seeds,
 )
@@ -203,10 +205,30 @@ def test_random_maps_yield_the_same_on_all_ranks(threads: int | None, draw: Any)
     assert found[0] == found[1] == found[2]
 
 
+def test_random_maps_of_keras_layers_yield_the_same() -> None:
+    found = []
+    for _ in range(3):
+        layer = keras.layers.RandomBrightness(0.5, value_range=(0.0, 1.0), seed=5)
+        with random_maps_in_order(silent):
+            data = tf.data.Dataset.from_tensors(tf.ones((1, 1, 1, 3))).repeat(300)
+            data = data.map(partial(layer, training=True), num_parallel_calls=tf.data.AUTOTUNE)
+        found.append([float(x[0, 0, 0, 0]) for x in data])
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) > 100
+
+
 def test_other_maps_stay_parallel() -> None:
     with random_maps_in_order(silent):
         data = tf.data.Dataset.range(3).map(lambda x: x + 1, num_parallel_calls=2)
     assert type(data).__name__ == "_ParallelMapDataset"
+
+
+def test_workers_take_the_place_of_replicas() -> None:
+    with mirrored_by_workers(silent):
+        found = tf.distribute.MirroredStrategy(["GPU:0", "GPU:1"])
+        assert found is tf.distribute.get_strategy() and found.num_replicas_in_sync == 1
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    assert type(strategy) is tf.distribute.MirroredStrategy
 
 
 CPU = tf.config.list_physical_devices("CPU")

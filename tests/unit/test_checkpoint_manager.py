@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import CheckpointManager, UsageError
+from hvdtrain.checkpoint.folder import Checkpoint, save
 from hvdtrain.runtime import start_horovod
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
@@ -208,3 +209,10 @@ def test_another_number_of_ranks(managed: Any) -> None:
         UsageError, match="in the middle of gradient accumulation: resume with 2 workers"
     ):
         changed.restore()
+
+
+def test_checkpoints_of_a_trainer_are_refused(managed: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    save(tmp_path / "run", 1, Checkpoint({"run": {}, "ranks": {}}, {}, [None]))
+    with pytest.raises(UsageError, match=r"/run' are those of a Trainer: choose another folder"):
+        managed(*build()[:2]).restore()

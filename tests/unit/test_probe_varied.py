@@ -80,8 +80,8 @@ def compiled(loss_of: Any, where: str) -> keras.Model:
     return model
 
 
-def tried(model: keras.Model, y: Any) -> tuple[Any, Step]:
-    data = (tf.constant(X), tf.constant(y))
+def tried(model: keras.Model, y: Any, data: Any = None) -> tuple[Any, Step]:
+    data = data or (tf.constant(X), tf.constant(y))
     model.optimizer.build(model.trainable_variables)
     model._symbolic_build(data_batch=data)
     make_exact(model)
@@ -103,7 +103,8 @@ COUNTED = [
 def test_weights_that_are_counted_in_the_batch(loss_of: Any, where: str, y: Any) -> None:
     model = compiled(loss_of, where)
     found = probe(model, *tried(model, y))
-    assert found.as_mean is False and not found.as_sum and found.varied
+    assert found.as_mean is False and not found.as_sum
+    assert found.varied
     assert "once labels or padding vary" in does_not_add_up(model, [found])
 
 
@@ -113,6 +114,26 @@ def test_a_mean_whose_weights_belong_to_each_example(where: str, y: Any) -> None
     model = compiled(masked_mean, where)
     found = probe(model, *tried(model, y))
     assert found.as_mean
+
+
+class Counting(layers.Layer):
+    """Adds a loss: the mean of what is no padding."""
+
+    def call(self, x: Any) -> Any:
+        mask = ops.cast(ops.not_equal(x[:, -1:], 0), "float32")
+        self.add_loss(ops.sum(mask * ops.square(x[:, :1])) / ops.sum(mask))
+        return x
+
+
+def test_a_layer_that_counts_in_the_batch() -> None:
+    keras.utils.set_random_seed(0)
+    words = layers.Input((3,))
+    model = keras.Model(words, layers.Dense(1)(Counting()(layers.Dense(3)(words) * words)))
+    model.compile(distribute(keras.optimizers.SGD(), Reduction()), "mse", jit_compile=False)
+    data = (tf.constant(np.arange(1.0, 16.0, dtype="float32").reshape(5, 3)), tf.constant(NONE))
+    _, step = tried(model, NONE, data)
+    found = probe(model, data, step)
+    assert found.as_mean is False and found.varied
 
 
 def test_a_sum_is_found_where_all_gradients_are_0() -> None:

@@ -9,12 +9,12 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.running import rank_monitor
 from hvdtrain.launch.running.processes import processes_of, signal_launch
 from hvdtrain.launch.running.rank_monitor import (
     RankMonitor,
@@ -152,15 +152,15 @@ def test_what_a_lookout_sees(launch_id: str, monkeypatch: pytest.MonkeyPatch) ->
 
 COMPUTING_BELOW = """
 import subprocess, sys
-below = "import sys; print('up', flush=True); sys.stdin.read(1)\\nwhile True: pass"
+from hvdtrain.worker.heartbeat import beat
+beat("starting")
+print("up", flush=True)
+below = "import sys; sys.stdin.read(1)\\nwhile True: pass"
 subprocess.run([sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {below!r}])"])
 """
 
 
-def test_a_rank_is_not_quiet_while_a_program_below_it_computes(
-    launch_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_monitor, "ALONE_SECONDS", 0.0)
+def test_a_rank_is_not_quiet_while_a_program_below_it_computes(launch_id: str) -> None:
     monitor = RankMonitor(launch_id)
 
     def wait(is_so: Callable[[float], bool]) -> None:
@@ -178,7 +178,18 @@ def test_a_rank_is_not_quiet_while_a_program_below_it_computes(
             wait(lambda quiet: quiet < 0.5)
         finally:
             for pid in [*below(rank.pid), rank.pid]:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_processes_may_end_while_those_below_are_listed() -> None:
+    with subprocess.Popen(["bash", "-c", "while true; do /bin/true; done"]) as forking:
+        deadline = time.monotonic() + 2
+        found = set()
+        while time.monotonic() < deadline:
+            found.update(below(forking.pid))
+        forking.kill()
+    assert len(found) > 10
 
 
 def test_a_worker_of_an_elastic_job_has_the_number_that_it_has_now(launch_id: str) -> None:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras import layers
 
 import hvdtrain
+from hvdtrain.checkpoint.folder import Checkpoint, save
 from hvdtrain.errors import UsageError
 
 BATCH = 8
@@ -411,4 +412,18 @@ def test_compiled_again_with_the_same_optimizer() -> None:
 def test_a_model_without_a_loss_is_named() -> None:
     trainer = hvdtrain.Trainer(Mean, "sgd", global_batch_size=BATCH)
     with pytest.raises(UsageError, match="The model has no loss: pass Trainer a loss"):
+        trainer.fit(X, Y, verbose=0)
+
+
+def test_checkpoints_of_a_manager_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run/checkpoints"
+    folder.mkdir(parents=True)
+    save(folder, 1, Checkpoint({"step": 1}, {}, [None]))
+    make = compiled(lambda: keras.Sequential([keras.Input((3,)), layers.Dense(1)]))
+    trainer = hvdtrain.Trainer(
+        make, global_batch_size=8, run_dir=tmp_path / "run", checkpoints=hvdtrain.Checkpoints()
+    )
+    with pytest.raises(
+        UsageError, match="are those of a CheckpointManager: choose another run_dir"
+    ):
         trainer.fit(X, Y, verbose=0)

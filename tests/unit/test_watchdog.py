@@ -39,7 +39,8 @@ WELL = [rank(0), rank(1)]
         [rank(0, "init", waiting=True, idle=899), rank(1, "starting", quiet=1)],
         [rank(0, "script", waiting=True, detail="join", idle=9999), rank(1, "script", quiet=9999)],
         [rank(0, "starting", quiet=899), rank(1, "starting", quiet=9999)],
-        [rank(0, "script", quiet=9999, allowed=9999), rank(1, "script", quiet=9999)],
+        [rank(0, "starting", quiet=9999, allowed=9999), rank(1, "starting", quiet=9999)],
+        [rank(0, "ended", quiet=9999), rank(1, "starting", quiet=9999)],
         [rank(0, idle=1799), rank(1, idle=5000)],
         [rank(0, idle=1900, allowed=200.0), rank(1, idle=5000)],
     ],
@@ -113,12 +114,9 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             "shutdown, gone",
         ),
         (
-            [rank(0, "starting", quiet=900), rank(1, "script", quiet=901)],
-            "no worker has computed for 900 s\n  rank 0: in start-up\n  rank 1: in the script",
-        ),
-        (
-            [rank(0, "ended", quiet=1), rank(1, "script", quiet=901)],
-            "no worker has computed for 900 s\n  rank 0: in shutdown\n  rank 1: in the script",
+            [rank(0, "starting", quiet=900), rank(1, "starting", quiet=901)],
+            "no worker has called hvdtrain.init() or computed for 900 s (--hang-timeout)\n"
+            "  ranks 0, 1: in start-up",
         ),
         (
             [rank(0, idle=1800), rank(1, "input", idle=1801, step=6)],

@@ -43,8 +43,6 @@ LAST_SEARCHES_SECONDS = 10.0
 """Bounds of the interval between searches of all processes while ranks of this host are missing; it grows over time."""
 BUSY_TICKS = 5
 """Clock ticks (usually 10 ms each) of CPU time that count as work; occasional wake-ups take fewer."""
-ALONE_SECONDS = 30.0
-"""Seconds without CPU time of its own after which the processes below a rank are looked at."""
 _NO_PROGRAM = "0"
 """Stack address reported for a process that has ended or may not be inspected."""
 _MPI_DAEMONS = {"orted", "prted"}
@@ -121,7 +119,7 @@ class RankStatus:
         idle: Seconds since its heartbeat made progress.
         heartbeat: Last heartbeat; None for a program that is not a Python script.
         host: Name of the host as given by the user; empty for the launcher's own.
-        quiet: Seconds since the process, or one below it, used the CPU.
+        quiet: Seconds since the process used the CPU; before init, it or one below it.
         ending: Whether the script is running its handler for a signal that ends the run.
         size: Number of ranks in the job, as set by the launcher.
         slot: Position among the ranks of the host in an elastic job, where rank numbers change; otherwise empty.
@@ -295,10 +293,10 @@ class RankMonitor:
             seen.program, seen.page, heartbeat = program, None, None
         if ticks - seen.ticks >= BUSY_TICKS:
             seen.ticks, seen.busy_at = ticks, now
-        if now - seen.busy_at >= ALONE_SECONDS:  # It may wait for a program that it has started.
-            ticks = sum(map(_ticks_of, below(seen.pid)))
-            if abs(ticks - seen.ticks_below) >= BUSY_TICKS:
-                seen.ticks_below, seen.busy_at = ticks, now
+        if seen.status.phase == "starting":  # It may wait for a program that it has started.
+            found = sum(map(_ticks_of, below(seen.pid)))
+            seen.busy_at = now if found - seen.ticks_below >= BUSY_TICKS else seen.busy_at
+            seen.ticks_below = found
         state = _STATES.get(letter, "running") if born == seen.born else "gone"
         if state != seen.status.state:
             seen.state_since = now

@@ -18,7 +18,7 @@ from hvdtrain.launch.running.process_names import ranks_in_words
 from hvdtrain.launch.running.rank_monitor import RankStatus
 from hvdtrain.launch.running.srun_tasks import SrunTasks
 from hvdtrain.launch.running.stopped_programs import StoppedProgram
-from hvdtrain.worker.heartbeat import INIT, WITH_BEATS, WITHOUT_BEATS
+from hvdtrain.worker.heartbeat import INIT, WITH_BEATS
 
 STILL_SECONDS = 20.0
 """Limit for a rank that is stopped, or gone before its end. Below Gloo's 30 s, after which Gloo blames other ranks."""
@@ -390,14 +390,15 @@ def _mismatch(ranks: Sequence[RankStatus], seconds: float) -> Verdict:
 
 
 def _idle(ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits) -> Verdict:
-    running = [one for one in there if not one.has_ended]
-    if running and all(one.phase in WITH_BEATS and one.idle >= limits.hang for one in there):
+    if not there:
+        return Verdict()
+    if all(one.phase in WITH_BEATS and one.idle >= limits.hang for one in there):
         idle = f"no worker has made progress for {limits.hang:g} s (--hang-timeout)"
         return _frozen(there) or Verdict(idle)
-    # Outside of training there is no progress to see, but nothing moves where no process computes.
-    alone = all(one.phase in WITHOUT_BEATS and not _meeting(one) for one in running)
-    if running and alone and all(one.quiet >= limits.busy for one in running):
-        return _frozen(running) or Verdict(f"no worker has computed for {limits.busy:g} s")
+    # Later, Horovod's own threads compute all the time.
+    if all(one.phase == "starting" and one.quiet >= limits.busy for one in there):
+        idle = f"no worker has called hvdtrain.init() or computed for {limits.busy:g} s (--hang-timeout)"
+        return _frozen(there) or Verdict(idle)
     return Verdict()
 
 

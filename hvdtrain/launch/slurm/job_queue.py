@@ -42,8 +42,8 @@ _UNREACHABLE = re.compile(
 )
 
 
-class JobRefused(HvdtrainError):
-    """Slurm has rejected a job."""
+class SlurmUnreachable(HvdtrainError):
+    """Slurm's controller could not be asked; nothing was submitted."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def submit_job(script: Path) -> str:
 
     Raises:
         UsageError: sbatch is not installed.
-        JobRefused: Slurm rejected the job.
-        HvdtrainError: Slurm could not be reached, or did not respond in time.
+        SlurmUnreachable: Slurm's controller could not be reached.
+        HvdtrainError: Slurm rejected the job, or did not respond in time.
     """
     said = ask(sbatch_argv(script), limit=SILENCE_SECONDS)
     if said.returncode == NOT_FOUND:
@@ -104,12 +104,12 @@ def submit_job(script: Path) -> str:
             "the job was submitted"
         )
     if said.returncode != 0 and _UNREACHABLE.search(said.stderr):
-        raise HvdtrainError(
+        raise SlurmUnreachable(
             "nothing was submitted: Slurm's controller could not be reached. Is slurmctld running, and is this a "
             f"login node of the cluster? sbatch says:\n{said.stderr.strip()}"
         )
     if said.returncode != 0:
-        raise JobRefused(f"sbatch refused the job ({script}):\n{said.stderr.strip()}")
+        raise HvdtrainError(f"sbatch refused the job ({script}):\n{said.stderr.strip()}")
     # Either `7` or `7;cluster`.
     return said.stdout.strip().partition(";")[0]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.graph import give_mask, mask_of
 from hvdtrain.parallel.group_collectives import copy_to_parts, gather_parts
@@ -112,6 +113,9 @@ class HeadsParallelAttention(_HeadsParallel, keras.layers.MultiHeadAttention):
         kwargs: Arguments of keras.layers.MultiHeadAttention.
     """
 
+    def __init__(self, num_heads: int, key_dim: int, *, group: Communicator, **kwargs: Any) -> None:
+        super().__init__(num_heads, key_dim, group=group, **kwargs)
+
 
 class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAttention):
     """GroupQueryAttention split by heads: rank i of n computes the i-th of n equal groups of query and key heads.
@@ -123,3 +127,14 @@ class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAtten
         group: Ranks that split the layer.
         kwargs: Arguments of keras.layers.GroupQueryAttention.
     """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_query_heads: int,
+        num_key_value_heads: int,
+        *,
+        group: Communicator,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(head_dim, num_query_heads, num_key_value_heads, group=group, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.group_collectives import gather_parts, sum_parts
 from hvdtrain.parallel.tensor.split import SplitLayer, built_in_parts
@@ -16,6 +17,11 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
     """Embedding whose table is split along `_axis`."""
 
     _axis: int
+
+    def __init__(
+        self, input_dim: int, output_dim: int, *, group: Communicator, **kwargs: Any
+    ) -> None:
+        super().__init__(input_dim, output_dim, group=group, **kwargs)
 
     def build(self, input_shape: Any = None) -> None:
         if self.built:

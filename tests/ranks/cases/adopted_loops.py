@@ -163,6 +163,17 @@ def step(x, y, part):
     train(tape, loss)
     return loss
 """,
+    "asserted": """
+part[:] = 1.0
+batches = tf.data.Dataset.from_tensor_slices((x, y, part)).batch(32)
+@tf.function
+def step(x, y, part):
+    tf.debugging.assert_greater(tf.reduce_mean(part), 0.9)  # Of other values, in three rows, it fails on one rank only.
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(part * losses_of(y, model(x, training=True)))
+    train(tape, loss)
+    return loss
+""",
     "value_decides": """
 @tf.function
 def step(x, y, part):

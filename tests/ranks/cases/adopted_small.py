@@ -170,6 +170,11 @@ model.compile("sgd", keras.losses.Dice())  # Of the whole batch.
 model.fit(x, abs(y), batch_size=16, verbose=0)
 own, shared = model(x).numpy(), model.predict(x, batch_size=16, verbose=0)
 found["predictions"] = shared / own
+model = built()
+model.compile("sgd", "mse", steps_per_execution=4)
+endless = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
+model.fit(endless, steps_per_epoch=6, epochs=2, verbose=0)  # Keras makes 8 steps of them.
+found["weights"] = model.get_weights()
 """
 
 MIRRORED = """
