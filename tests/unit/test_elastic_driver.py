@@ -99,6 +99,15 @@ class Job:
             )
         )
 
+    def change_hosts(self, **hosts: int) -> None:
+        """The hosts change; all ranks see it and are ready for the next round."""
+        self.found.set(hosts)
+        slots = sum(hosts.values())
+        wait_for(lambda: self.driver._host_manager.current_hosts.count_available_slots() == slots)
+        for place in self.ranks().values():
+            threading.Thread(target=self.driver.record_ready, args=place, daemon=True).start()
+        wait_for(lambda: self.driver.world_size() == slots)
+
 
 def wait_for(done: Callable[[], Any]) -> None:
     deadline = time.monotonic() + SECONDS
@@ -154,6 +163,26 @@ def test_all_ranks_that_end_with_0_end_the_job(start: Callable[..., Job]) -> Non
     job = start(a=2)
     job.fail(("a", 0), ("a", 1), code=0)
     wait_for(job.driver.finished)
+
+
+def test_a_rank_that_left_ends_after_another_began_in_its_place(
+    start: Callable[..., Job], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Its end is not that of the new one, which would be started twice; the job would begin again when it is done."""
+    job = start(a=2)
+    left = job.ends["a", 1]
+    job.change_hosts(a=1)
+    assert job.ranks() == {0: ("a", 0)}
+    job.change_hosts(a=2)
+    wait_for(lambda: len(job.started) == 3)
+    left.put(0)
+    wait_for(left.empty)
+    time.sleep(0.2)
+    assert not job.driver._worker_registry.has_ended()
+    job.fail(("a", 0), ("a", 1), code=0)
+    wait_for(job.driver.finished)
+    assert len(job.started) == 3
+    assert b"while others continue" not in capfdbinary.readouterr().err
 
 
 def test_the_reason_for_an_end_is_said(

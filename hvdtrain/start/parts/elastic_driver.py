@@ -92,6 +92,7 @@ class PatientDriver(ElasticDriver):
         self._arrived: set[tuple[str, int]] = set()
         self._round = self._complete_round = 0
         self._have_state: set[tuple[str, int]] = set()
+        self._running: dict[tuple[str, int], SlotInfo] = {}  # As they were started.
         super().__init__(*args, **kwargs)
 
     def note_saved(self, where: str) -> None:
@@ -236,9 +237,24 @@ class PatientDriver(ElasticDriver):
         }
         self._host_assignments = {host: slots for host, slots in living.items() if slots}
         pending: list[SlotInfo] = super()._update_host_assignments(current_hosts)
-        for host, slot in sorted(failed & {(one.hostname, one.local_rank) for one in pending}):
+        to_start = {(one.hostname, one.local_rank) for one in pending}
+        self._running = {
+            place: process
+            for place, process in self._running.items()
+            if self.has_rank_assignment(*place) and place not in to_start
+        }
+        for host, slot in sorted(failed & to_start):
             say(f"local rank {slot} of host {host} failed and is being restarted")
         return pending
+
+    def _start_worker_process(self, slot_info: SlotInfo) -> None:
+        self._running[slot_info.hostname, slot_info.local_rank] = slot_info
+        super()._start_worker_process(slot_info)
+
+    def _handle_worker_exit(self, slot_info: SlotInfo, exit_code: int, timestamp: float) -> None:
+        """Override: ignore a rank that has left the job, even if another one has been started in its place."""
+        if self._running.get((slot_info.hostname, slot_info.local_rank)) is slot_info:
+            super()._handle_worker_exit(slot_info, exit_code, timestamp)
 
     def _get_host_assignments(
         self, current_hosts: DiscoveredHosts
