@@ -15,6 +15,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic import driver as elastic_driver
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
+from horovod.runner.elastic.worker import HostUpdateResult
 
 from hvdtrain.errors import EngineError
 from hvdtrain.start.parts.elastic_driver import (
@@ -183,6 +184,32 @@ def test_a_rank_that_left_ends_after_another_began_in_its_place(
     wait_for(job.driver.finished)
     assert len(job.started) == 3
     assert b"while others continue" not in capfdbinary.readouterr().err
+
+
+class Notifier:
+    """Takes what rank 0 is told."""
+
+    def __init__(self, told: list[Any], *unused: Any) -> None:
+        self.told = told
+
+    def notify_hosts_updated(self, timestamp: int, update: Any) -> None:
+        self.told.append(update)
+
+
+def test_a_worker_asks_for_changes_that_it_has_discarded(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic_driver, "WorkerNotificationClient", Notifier)
+    job = start(a=2)
+    told: list[Any] = []
+    job.driver.register_worker_server("a", 0, told, b"")
+    job.fail(("a", 1))
+    job.driver.tell_changes()
+    assert told == [], "nothing has changed since this round began"
+    job.found.set({"a": 3})
+    wait_for(lambda: told == [HostUpdateResult.added])
+    job.driver.tell_changes()
+    assert told[1:] == [HostUpdateResult.mixed]
 
 
 def test_the_reason_for_an_end_is_said(

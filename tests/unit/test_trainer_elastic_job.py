@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from horovod.common.elastic import State
 
 from hvdtrain.errors import EngineError
 from hvdtrain.trainer import elastic_job
@@ -19,7 +21,9 @@ from hvdtrain.trainer.elastic_job import (
     start_again,
     starts_before,
 )
+from hvdtrain.worker import phases
 from hvdtrain.worker.elastic_place import place_after_arrival, place_in_job
+from hvdtrain.worker.heartbeat import Heartbeat
 
 ANSWERS = {
     "/hvdtrain_next_place/a:1": "2,5,1,3,0,2",
@@ -27,6 +31,7 @@ ANSWERS = {
     "/rank_and_size/a:3": "0,1,3,1,0,1",
     "/hvdtrain_saved/disk": "disk",
 }
+ASKED: list[str] = []
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +43,11 @@ def rendezvous() -> Iterator[dict[str, str]]:
             self.send_response(200 if self.path in ANSWERS else 404)
             self.end_headers()
             self.wfile.write(ANSWERS.get(self.path, "").encode())
+
+        def do_PUT(self) -> None:
+            ASKED.append(self.path)
+            self.send_response(200)
+            self.end_headers()
 
         def log_message(self, *args: object) -> None:
             pass
@@ -81,6 +91,27 @@ def test_a_worker_that_is_left_out_ends(rendezvous: dict[str, str]) -> None:
 def test_a_launcher_that_has_gone(rendezvous: dict[str, str]) -> None:
     with pytest.raises(EngineError, match="the launcher of this elastic job cannot be reached"):
         place_in_job(rendezvous | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "1"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_changes_that_a_reset_has_discarded_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, rendezvous: dict[str, str], rank: int
+) -> None:
+    """Horovod forgets what the launcher told while a failed rank was replaced. Only after the reset does it listen."""
+    for name, value in rendezvous.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(phases, "current", lambda: Heartbeat(rank=rank))
+    ASKED.clear()
+    state_class = type("State", (State,), {})
+    module = ModuleType("elastic")
+    vars(module).update(State=state_class)
+    phases._follow_states(module)
+    state = state_class(bcast_object=None, get_rank=None)
+    asked_at_reset: list[list[str]] = []
+    state.register_reset_callbacks([lambda: asked_at_reset.append([*ASKED])])
+    state.on_reset()
+    assert asked_at_reset == [[]]
+    assert ["/hvdtrain_changes/hosts"] * (rank == 0) == ASKED
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,11 @@ class PatientDriver(ElasticDriver):
         super().register_worker_server(host, slot, addresses, secret_key)
         first = self.get_coordinator_info()
         if first is not None and (first.hostname, first.local_rank) == (host, slot):
-            self._notify_workers_host_changes(
-                self._host_manager.current_hosts, HostUpdateResult.mixed
-            )
+            self.tell_changes()
+
+    def tell_changes(self) -> None:
+        """Notify rank 0 if the hosts are no longer those of this round."""
+        self._notify_workers_host_changes(self._host_manager.current_hosts, HostUpdateResult.mixed)
 
     def resume(self) -> None:
         """Start missing ranks after a failure, or when hosts have joined or left."""
