@@ -212,6 +212,26 @@ def test_a_worker_asks_for_changes_that_it_has_discarded(
     assert told[1:] == [HostUpdateResult.mixed]
 
 
+def test_the_only_one_with_the_state_is_on_a_slot_that_is_withdrawn(
+    start: Callable[..., Job],
+) -> None:
+    """It stays until the new one has the state, which would begin from scratch."""
+    job = start(a=2)
+    job.arrive(("a", 0), ("a", 1))
+    job.told()
+    job.found.set({"a": 1})
+    wait_for(lambda: job.driver._host_manager.current_hosts.count_available_slots() == 1)
+    job.fail(("a", 0))
+    job.arrive(("a", 0), ("a", 1))
+    assert job.told() == {("a", 1): 0, ("a", 0): 1}
+    told: list[Any] = []
+    job.driver._worker_clients["a", 1] = Notifier(told)
+    job.driver.tell_changes()
+    assert told == [HostUpdateResult.mixed]
+    job.arrive(("a", 0), ("a", 1))
+    assert job.told() == {("a", 0): 0, ("a", 1): -1}
+
+
 def test_the_reason_for_an_end_is_said(
     start: Callable[..., Job], capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
