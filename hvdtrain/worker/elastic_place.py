@@ -1,4 +1,4 @@
-"""Requests of a worker to the launcher of its elastic job: asking for its rank, reporting saved states."""
+"""Requests of a worker to the launcher of its elastic job: for its rank, of saved states, for changes of hosts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 HOROVODS_PLACE = "rank_and_size"
 """Horovod's own request, answered when all other workers have asked or have gone."""
 NEXT_PLACE, ARRIVAL, SAVED = "hvdtrain_next_place", "hvdtrain_arrival", "hvdtrain_saved"
+CHANGES = "hvdtrain_changes"
 ON_DISK, IN_MEMORY = "disk", "memory"
 SAVED_SECONDS = 1.0
 """Shortest interval between two reported commits."""
@@ -54,9 +55,12 @@ def place_after_arrival(environ: Mapping[str, str]) -> dict[str, str]:
 
 def tell_saved(where: str) -> None:
     """Tell the launcher, if the job is elastic, that training can continue from a new state, ON_DISK or IN_MEMORY."""
-    if is_elastic(os.environ):
-        with suppress(OSError):  # The launcher may be Horovod's own, or gone.
-            _ask(os.environ, SAVED, where, method="PUT", timeout=TELL_SECONDS)
+    _tell(SAVED, where)
+
+
+def ask_for_changes() -> None:
+    """Have the launcher, if the job is elastic, notify rank 0 if the hosts are no longer those of this round."""
+    _tell(CHANGES, "hosts")
 
 
 def has_saved(environ: Mapping[str, str]) -> bool:
@@ -94,6 +98,12 @@ def _place(environ: Mapping[str, str], scope: str) -> dict[str, str]:
     if int(numbers[0]) < 0:
         raise SystemExit(0)
     return dict(zip(_PLACE, numbers, strict=True))
+
+
+def _tell(scope: str, key: str) -> None:
+    if is_elastic(os.environ):
+        with suppress(OSError):  # The launcher may be Horovod's own, or gone.
+            _ask(os.environ, scope, key, method="PUT", timeout=TELL_SECONDS)
 
 
 def _ask(

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.rank_variables import is_elastic
-from hvdtrain.worker.elastic_place import Commits, place_after_arrival
+from hvdtrain.worker.elastic_place import Commits, ask_for_changes, place_after_arrival
 from hvdtrain.worker.heartbeat import Phase, beat, current, in_phase
 from hvdtrain.worker.import_hooks import Hooks
 
@@ -48,9 +48,9 @@ def _follow_init(module: ModuleType) -> None:
     basics.init = init
 
 
-def _follow_commits(module: ModuleType) -> None:
+def _follow_states(module: ModuleType) -> None:
     """horovod.common.elastic: after a failure a worker continues from what it has committed."""
-    commit, commits = module.State.commit, Commits()
+    commit, on_reset, commits = module.State.commit, module.State.on_reset, Commits()
 
     @functools.wraps(commit)
     def follow(self: Any) -> None:
@@ -58,7 +58,13 @@ def _follow_commits(module: ModuleType) -> None:
         if current().rank == 0:
             commits.note()
 
-    module.State.commit = follow
+    @functools.wraps(on_reset)
+    def reset(self: Any) -> None:
+        on_reset(self)  # It discards what the launcher has told meanwhile.
+        if current().rank == 0:
+            ask_for_changes()
+
+    module.State.commit, module.State.on_reset = follow, reset
 
 
 def _follow_collectives(module: ModuleType) -> None:
@@ -148,7 +154,7 @@ def _once(follow: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
 _FOLLOWED = "_hvdtrain_follows"
 HOOKS: Hooks = {
     "horovod.common.basics": _once(_follow_init),
-    "horovod.common.elastic": _once(_follow_commits),
+    "horovod.common.elastic": _once(_follow_states),
     "horovod.tensorflow.mpi_ops": _once(_follow_collectives),
     "keras.src.callbacks.callback_list": _once(_follow_loops),
     "keras.src.saving.saving_api": _once(_follow_saving),

@@ -15,6 +15,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic import driver as elastic_driver
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
+from horovod.runner.elastic.worker import HostUpdateResult
 
 from hvdtrain.errors import EngineError
 from hvdtrain.start.parts.elastic_driver import (
@@ -183,6 +184,52 @@ def test_a_rank_that_left_ends_after_another_began_in_its_place(
     wait_for(job.driver.finished)
     assert len(job.started) == 3
     assert b"while others continue" not in capfdbinary.readouterr().err
+
+
+class Notifier:
+    """Takes what rank 0 is told."""
+
+    def __init__(self, told: list[Any], *unused: Any) -> None:
+        self.told = told
+
+    def notify_hosts_updated(self, timestamp: int, update: Any) -> None:
+        self.told.append(update)
+
+
+def test_a_worker_asks_for_changes_that_it_has_discarded(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic_driver, "WorkerNotificationClient", Notifier)
+    job = start(a=2)
+    told: list[Any] = []
+    job.driver.register_worker_server("a", 0, told, b"")
+    job.fail(("a", 1))
+    job.driver.tell_changes()
+    assert told == [], "nothing has changed since this round began"
+    job.found.set({"a": 3})
+    wait_for(lambda: told == [HostUpdateResult.added])
+    job.driver.tell_changes()
+    assert told[1:] == [HostUpdateResult.mixed]
+
+
+def test_the_only_one_with_the_state_is_on_a_slot_that_is_withdrawn(
+    start: Callable[..., Job],
+) -> None:
+    """It stays until the new one has the state, which would begin from scratch."""
+    job = start(a=2)
+    job.arrive(("a", 0), ("a", 1))
+    job.told()
+    job.found.set({"a": 1})
+    wait_for(lambda: job.driver._host_manager.current_hosts.count_available_slots() == 1)
+    job.fail(("a", 0))
+    job.arrive(("a", 0), ("a", 1))
+    assert job.told() == {("a", 1): 0, ("a", 0): 1}
+    told: list[Any] = []
+    job.driver._worker_clients["a", 1] = Notifier(told)
+    job.driver.tell_changes()
+    assert told == [HostUpdateResult.mixed]
+    job.arrive(("a", 0), ("a", 1))
+    assert job.told() == {("a", 0): 0, ("a", 1): -1}
 
 
 def test_the_reason_for_an_end_is_said(

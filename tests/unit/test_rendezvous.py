@@ -101,6 +101,7 @@ class ElasticDriver(Driver):
         self.saved: list[str] = []
         self.has_checkpoint = False
         self.ready: list[tuple[str, int]] = []
+        self.asked_for_changes = 0
 
     def arrive(self, host: str, slot: int) -> SlotInfo:
         return SlotInfo(host, 3, slot, 0, 4, 2, 1)
@@ -120,6 +121,9 @@ class ElasticDriver(Driver):
     def note_saved(self, where: str) -> None:
         self.saved.append(where)
 
+    def tell_changes(self) -> None:
+        self.asked_for_changes += 1
+
 
 def test_workers_of_ours_ask_for_their_place_before_horovod_does() -> None:
     driver = ElasticDriver()
@@ -137,6 +141,8 @@ def test_workers_of_ours_ask_for_their_place_before_horovod_does() -> None:
     assert ask(port, "GET", "/hvdtrain_saved/disk") == (200, b"")
     driver.has_checkpoint = True
     assert ask(port, "GET", "/hvdtrain_saved/disk") == (200, b"disk")
+    assert ask(port, "PUT", "/hvdtrain_changes/hosts", b"")[0] == 200
+    assert driver.asked_for_changes == 1
     server.stop()
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,7 +20,9 @@ from hvdtrain.trainer.elastic_job import (
     start_again,
     starts_before,
 )
+from hvdtrain.worker import phases
 from hvdtrain.worker.elastic_place import place_after_arrival, place_in_job
+from hvdtrain.worker.heartbeat import Heartbeat
 
 ANSWERS = {
     "/hvdtrain_next_place/a:1": "2,5,1,3,0,2",
@@ -27,6 +30,7 @@ ANSWERS = {
     "/rank_and_size/a:3": "0,1,3,1,0,1",
     "/hvdtrain_saved/disk": "disk",
 }
+ASKED: list[str] = []
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,11 @@ def rendezvous() -> Iterator[dict[str, str]]:
             self.send_response(200 if self.path in ANSWERS else 404)
             self.end_headers()
             self.wfile.write(ANSWERS.get(self.path, "").encode())
+
+        def do_PUT(self) -> None:
+            ASKED.append(self.path)
+            self.send_response(200)
+            self.end_headers()
 
         def log_message(self, *args: object) -> None:
             pass
@@ -81,6 +90,33 @@ def test_a_worker_that_is_left_out_ends(rendezvous: dict[str, str]) -> None:
 def test_a_launcher_that_has_gone(rendezvous: dict[str, str]) -> None:
     with pytest.raises(EngineError, match="the launcher of this elastic job cannot be reached"):
         place_in_job(rendezvous | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "1"})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_changes_that_a_reset_has_discarded_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, rendezvous: dict[str, str], rank: int
+) -> None:
+    """Horovod forgets what the launcher told while a failed rank was replaced. Only after the reset does it listen."""
+    for name, value in rendezvous.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(phases, "current", lambda: Heartbeat(rank=rank))
+    ASKED.clear()
+    asked_at_reset: list[list[str]] = []
+
+    class State:
+        """As Horovod's, which may be followed already."""
+
+        def commit(self) -> None: ...
+
+        def on_reset(self) -> None:
+            asked_at_reset.append([*ASKED])
+
+    module = ModuleType("elastic")
+    vars(module).update(State=State)
+    phases._follow_states(module)
+    State().on_reset()
+    assert asked_at_reset == [[]]
+    assert ["/hvdtrain_changes/hosts"] * (rank == 0) == ASKED
 
 
 @pytest.mark.parametrize(

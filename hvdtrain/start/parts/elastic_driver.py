@@ -183,9 +183,11 @@ class PatientDriver(ElasticDriver):
         super().register_worker_server(host, slot, addresses, secret_key)
         first = self.get_coordinator_info()
         if first is not None and (first.hostname, first.local_rank) == (host, slot):
-            self._notify_workers_host_changes(
-                self._host_manager.current_hosts, HostUpdateResult.mixed
-            )
+            self.tell_changes()
+
+    def tell_changes(self) -> None:
+        """Notify rank 0 if the hosts are no longer those of this round."""
+        self._notify_workers_host_changes(self._host_manager.current_hosts, HostUpdateResult.mixed)
 
     def resume(self) -> None:
         """Start missing ranks after a failure, or when hosts have joined or left."""
@@ -236,7 +238,7 @@ class PatientDriver(ElasticDriver):
             for host, slots in self._host_assignments.items()
         }
         self._host_assignments = {host: slots for host, slots in living.items() if slots}
-        pending: list[SlotInfo] = super()._update_host_assignments(current_hosts)
+        pending: list[SlotInfo] = super()._update_host_assignments(self._with_state(current_hosts))
         to_start = {(one.hostname, one.local_rank) for one in pending}
         self._running = {
             place: process
@@ -246,6 +248,18 @@ class PatientDriver(ElasticDriver):
         for host, slot in sorted(failed & to_start):
             say(f"local rank {slot} of host {host} failed and is being restarted")
         return pending
+
+    def _with_state(self, hosts: DiscoveredHosts) -> DiscoveredHosts:
+        """Return the hosts, with a withdrawn slot if only ranks on such slots have the state of the training.
+
+        That rank sends the state to the others in this round, and leaves in the next one.
+        """
+        slots = hosts.host_slots
+        kept = [(host, slot) for host, slot in sorted(self._have_state) if host in slots]
+        if not kept or any(slot < slots[host] for host, slot in kept):
+            return hosts
+        host, slot = kept[0]
+        return DiscoveredHosts({**slots, host: slot + 1}, hosts.host_assignment_order)
 
     def _start_worker_process(self, slot_info: SlotInfo) -> None:
         self._running[slot_info.hostname, slot_info.local_rank] = slot_info

@@ -40,7 +40,7 @@ from horovod.runner.http.http_server import (
 from horovod.runner.util.threads import in_thread
 
 from hvdtrain.start.parts.output_tags import say
-from hvdtrain.worker.elastic_place import ARRIVAL, NEXT_PLACE, SAVED
+from hvdtrain.worker.elastic_place import ARRIVAL, CHANGES, NEXT_PLACE, SAVED
 
 FORBIDDEN = 403
 LONGEST_BODY = 16 << 20
@@ -175,6 +175,8 @@ def elastic_handler(driver: Any) -> type[RendezvousHandler]:
         def _put_value(self, scope: str, key: str, value: bytes) -> None:
             if scope == SAVED:
                 driver.note_saved(key)
+            elif scope == CHANGES:
+                driver.tell_changes()
             else:
                 super()._put_value(scope, key, value)
 
