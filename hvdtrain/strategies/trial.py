@@ -83,7 +83,7 @@ def varied(data: Any) -> Any:
 
 def _other_integers(leaf: Any) -> Any:
     values = np.array(leaf)
-    has_rows = values.ndim > 0 and len(values) > 1
+    has_rows = values.ndim > 0 and len(values) > 1 and values.size > 0
     if not has_rows or values.dtype.kind not in "biuf" or (values != np.floor(values)).any():
         return leaf
     rows = values.reshape(len(values), -1)

@@ -336,10 +336,10 @@ class Trainer:
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source((x, y, sample_weight), steps, sharded)
         require_labels(self.model, source)
-        callbacks, show = as_callbacks(callbacks), resolve_verbose(verbose, self.rank)
+        called = as_callbacks(callbacks)
         with in_job(self.rank, self._saved):
-            loop = self._prepare(source, "evaluation", callback_facts(callbacks))
-            logs = loop.evaluate(source, callbacks, show)
+            loop = self._prepare(source, "evaluation", callback_facts(called))
+            logs = loop.evaluate(source, called, resolve_verbose(verbose, self.rank))
         return logs if return_dict else values_in_order(self.model, logs)
 
     @without_library_frames
@@ -427,9 +427,16 @@ class Trainer:
         return distributed
 
     def _source(
-        self, data: tuple[Any, Any, Any], steps: int | None, sharded: bool = False, **reading: Any
+        self,
+        data: tuple[Any, Any, Any],
+        steps: int | None,
+        sharded: bool = False,
+        *,
+        shuffle: bool = False,
+        class_weight: Any = None,
+        training: bool = False,
     ) -> Source:
-        """Return the source that reads x, y and sample_weight; `reading` are further arguments of `make_source`."""
+        """Return the source that reads `data`: x, y and sample_weight."""
         return training_source(
             data,
             self.strategy,
@@ -437,9 +444,11 @@ class Trainer:
             self.rank.size,
             sharded,
             global_batch_size=self.global_batch_size,
+            shuffle=shuffle,
             seed=self.seed,
             steps_per_epoch=steps,
-            **{"shuffle": False, "training": False} | reading,
+            class_weight=class_weight,
+            training=training,
         )
 
     def _agree(

@@ -157,7 +157,8 @@ def test_what_varies() -> None:
     names = tf.constant(["a", "b"])
     labels = tf.constant([0, 2], tf.uint8)
     mask = tf.constant([[[True], [False]], [[True], [True]]])
-    assert varied((floats, names)) is None
+    nothing = tf.zeros((2, 0), tf.int32)
+    assert varied((floats, names, nothing)) is None
     found = varied({"words": words, "names": names, "labels": labels, "mask": mask})
     assert found["names"] is names
     np.testing.assert_array_equal(found["words"], [[3, 1, 1, 0], [5, 0, 0, 0]])
