@@ -91,7 +91,8 @@ class HorovodStrategy(Strategy):
 
     def build(self, model: ModelSource) -> keras.Model:
         built = self.runner.build(model)
-        if any(isinstance(v.value, tf.distribute.DistributedValues) for v in built.variables):
+        variables = built.variables if isinstance(built, keras.Model) else []
+        if any(isinstance(one.value, tf.distribute.DistributedValues) for one in variables):
             raise UsageError(
                 "The model was made in the scope of a tf.distribute strategy, whose place Horovod's "
                 "workers take: make it outside of the scope"

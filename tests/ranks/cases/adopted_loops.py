@@ -53,7 +53,7 @@ LOSSES = {
     "batch_normalization": "loss_of(y, model(x, training=True))",
     "dropout": "loss_of(y, model(x, training=True))",
 }
-WITH_A_REST = {"mean", "sum", "metrics_and_rows", "two_networks", "embedding"}
+WITH_A_REST = {"mean", "metrics_and_rows", "embedding"}
 """Loops that end their epochs with half a batch, for which all is traced once more."""
 LAYERS = {"batch_normalization": "BatchNormalization()", "dropout": "Dropout(0.3)"}
 STEPS = {
