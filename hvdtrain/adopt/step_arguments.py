@@ -58,16 +58,12 @@ class StepArguments:
 
     def varied(self) -> StepArguments | None:
         """Return the arguments with other labels and padding in some examples, as `trial.varied` does."""
-        found = {
-            id(leaf): varied(tf.convert_to_tensor(leaf))
-            for leaf in self.leaves
-            if self._is_of_batch(leaf)
-        }
-        if all(one is None for one in found.values()):
+        batch = [tf.convert_to_tensor(leaf) for leaf in self.leaves if self._is_of_batch(leaf)]
+        found = varied(batch)
+        if found is None:
             return None
-        args, kwargs = self._with_batch(
-            lambda leaf: leaf if found[id(leaf)] is None else found[id(leaf)]
-        )
+        others = iter(found)
+        args, kwargs = self._with_batch(lambda leaf: next(others))
         return StepArguments.of(args, kwargs)
 
     def _with_batch(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -17,7 +17,9 @@ LOCAL = "127.0.0.1"
 
 def ring_steps(name: str, ranks: int) -> int:
     """Return the number of steps in which the ranks pass on a part of the data: all of it, once, for a broadcast."""
-    return ranks if name == "broadcast" else (1 + (name == "allreduce")) * (ranks - 1)
+    if name == "broadcast":
+        return ranks
+    return 2 * (ranks - 1) if name == "allreduce" else ranks - 1
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,8 @@ class Ring:
     def calls(self, name: str, each: int) -> Callable[[int], None]:
         """Return a function that passes the bytes of a collective, `each` for a rank's part, as often as it is told."""
         is_broadcast = name == "broadcast"
-        steps, part = ring_steps(name, self.size), each
-        if is_broadcast:
-            steps, part = 1, each * self.size
+        # Each rank passes all of a broadcast on at once.
+        steps, part = (1, each * self.size) if is_broadcast else (ring_steps(name, self.size), each)
         sends = not is_broadcast or self.rank < self.size - 1
         receives = not is_broadcast or self.rank > 0
         out = memoryview(bytes(part if sends else 0))

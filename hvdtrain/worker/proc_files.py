@@ -69,13 +69,15 @@ def command_of(pid: int) -> list[str]:
     return os.fsdecode((folder_of(pid) / "cmdline").read_bytes()).split("\0")[:-1]
 
 
-def children_of(pid: int) -> Iterator[int]:
-    """Yield the processes that the threads of a process have started; none if it has ended."""
+def descendants_of(pid: int) -> Iterator[int]:
+    """Yield the processes that the threads of a process have started, and those that these have started."""
     folder = folder_of(pid) / "task"
     with suppress(OSError):
         for thread in folder.iterdir():
             with suppress(OSError):  # It has ended.
-                yield from map(int, (thread / "children").read_text().split())
+                for child in map(int, (thread / "children").read_text().split()):
+                    yield child
+                    yield from descendants_of(child)
 
 
 def name_of(pid: int) -> str:

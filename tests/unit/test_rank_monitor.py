@@ -20,7 +20,6 @@ from hvdtrain.launch.running.rank_monitor import (
     RankMonitor,
     RankStatus,
     as_json,
-    below,
     from_json,
 )
 from hvdtrain.worker.heartbeat import (
@@ -32,6 +31,7 @@ from hvdtrain.worker.heartbeat import (
     long_phase,
     page_of,
 )
+from hvdtrain.worker.proc_files import descendants_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -177,7 +177,7 @@ def test_a_rank_is_not_quiet_while_a_program_below_it_computes(launch_id: str) -
             rank.stdin.flush()
             wait(lambda quiet: quiet < 0.5)
         finally:
-            for pid in [*below(rank.pid), rank.pid]:
+            for pid in [*descendants_of(rank.pid), rank.pid]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -187,7 +187,7 @@ def test_processes_may_end_while_those_below_are_listed() -> None:
         deadline = time.monotonic() + 2
         found = set()
         while time.monotonic() < deadline:
-            found.update(below(forking.pid))
+            found.update(descendants_of(forking.pid))
         forking.kill()
     assert len(found) > 10
 

@@ -22,7 +22,7 @@ from hvdtrain.worker.output_frames import HELPER
 from hvdtrain.worker.proc_files import (
     ProcessState,
     all_processes,
-    children_of,
+    descendants_of,
     environment_of,
     folder_of,
     name_of,
@@ -193,13 +193,6 @@ class _Seen:
         return self.page is None or (not self.is_there and page.inode != self.page.inode)
 
 
-def below(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, and those that these have started."""
-    for child in children_of(pid):
-        yield child
-        yield from below(child)
-
-
 @dataclass
 class RankMonitor:
     """Monitors the ranks of a launch on this host. Call `look` about once a second."""
@@ -294,7 +287,7 @@ class RankMonitor:
         if ticks - seen.ticks >= BUSY_TICKS:
             seen.ticks, seen.busy_at = ticks, now
         if seen.status.phase == "starting":  # It may wait for a program that it has started.
-            found = sum(map(_ticks_of, below(seen.pid)))
+            found = sum(map(_ticks_of, descendants_of(seen.pid)))
             seen.busy_at = now if found - seen.ticks_below >= BUSY_TICKS else seen.busy_at
             seen.ticks_below = found
         state = _STATES.get(letter, "running") if born == seen.born else "gone"
